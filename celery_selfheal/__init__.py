@@ -1,0 +1,32 @@
+"""Celery workers that heal: lost tasks come back in seconds, poison ones stop, effects happen once."""
+
+from celery_selfheal.errors import (
+    DeadlineExceeded,
+    InDoubt,
+    LeaseBusy,
+    LeaseLost,
+    PayloadMismatch,
+    SelfHealError,
+    SettingsError,
+    StalledTooOften,
+    StoreError,
+    UnrecoverableError,
+)
+from celery_selfheal.plugin.install import install, selfheal_schedule
+from celery_selfheal.plugin.task import SelfHealTask
+
+__all__ = (
+    "DeadlineExceeded",
+    "InDoubt",
+    "LeaseBusy",
+    "LeaseLost",
+    "PayloadMismatch",
+    "SelfHealError",
+    "SelfHealTask",
+    "SettingsError",
+    "StalledTooOften",
+    "StoreError",
+    "UnrecoverableError",
+    "install",
+    "selfheal_schedule",
+)

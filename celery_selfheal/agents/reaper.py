@@ -1,0 +1,171 @@
+"""The reaper: finds dead sessions and expired leases, restores their messages, counts stalls."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from celery_selfheal import witness
+from celery_selfheal.agents.envelope import Envelope
+from celery_selfheal.leases.port import LeaseStore, Stall
+from celery_selfheal.sessions.port import Delivery, DeliveryStore, Peer, Session, SessionStore
+from celery_selfheal.telemetry.events import Observer, TaskRecovered, TaskStalled
+
+BATCH_SIZE = 100  # sessions or leases a sweep looks at: one sweep stays well under a second on a small server
+MAX_SWEEPS_IN_A_ROW = 50  # and then lets the heartbeat have its turn
+
+
+@dataclass(slots=True, kw_only=True)
+class SweepReport:
+    """What one sweep did."""
+
+    sessions: int = 0
+    stalls: int = 0
+    restored: int = 0
+    led: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.sessions or self.stalls or self.restored)
+
+
+class Unowned(Protocol):
+    """Deliveries of workers without the plugin, which have no owner record."""
+
+    def restore_overdue(self, *, limit: int) -> list[tuple[Envelope, str]]:
+        """Put back those whose visibility timeout has passed; envelope and tag of each."""
+
+
+class Reaper:
+    """Heals what dead workers left behind. Any number may sweep at once: every action is a compare-and-set.
+
+    Args:
+        session: The worker whose thread sweeps; it competes for the lead of the fleet. ``None`` sweeps at once.
+        deliveries: ``None`` where the broker redelivers by itself.
+        lead: How long a leader leads without sweeping.
+    """
+
+    def __init__(
+        self,
+        sessions: SessionStore,
+        leases: LeaseStore,
+        *,
+        deliveries: DeliveryStore | None,
+        unowned: Unowned | None,
+        session: Callable[[], Session | None],
+        lead: timedelta,
+        tell: Observer,
+        is_gone: Callable[[witness.ProcessIdentity], bool | None] = witness.is_gone,
+    ) -> None:
+        self._sessions = sessions
+        self._leases = leases
+        self._deliveries = deliveries
+        self._unowned = unowned
+        self._session = session
+        self._lead_ms = round(lead.total_seconds() * 1000)
+        self._tell = tell
+        self._is_gone = is_gone
+
+    def sweep(self) -> SweepReport:
+        """Heal once.
+
+        Raises:
+            StoreError: no answer; what was done is done, the next sweep goes on.
+        """
+        me = self._session()
+        census = self._sessions.census(session=me, lead_ms=self._lead_ms, limit=BATCH_SIZE)
+        report = SweepReport(led=census.lead)
+        dead = {peer.name: peer for peer in census.expired}
+        for peer in census.neighbours:
+            if peer.name not in dead and self._seen_off(peer) and self._sessions.condemn(peer):
+                dead[peer.name] = peer
+        for peer in dead.values():
+            self._heal_session(peer, report)
+        if census.lead:
+            self._heal_expired_leases(report)
+            self._heal_unowned(report)
+        return report
+
+    def _seen_off(self, peer: Peer) -> bool:
+        return peer.identity is not None and self._is_gone(peer.identity) is True
+
+    def _heal_session(self, peer: Peer, report: SweepReport) -> None:
+        # Leases first: a restored message must not meet the lease of its own dead start.
+        stalled = self._expire(peer.name, reason="worker gone", report=report)
+        if self._deliveries is not None:
+            owned = self._deliveries.owned(peer.name)
+            # Newest first: each goes to the end that is taken next, so the oldest ends up in front.
+            for delivery in sorted(owned, key=lambda delivery: delivery.received_us, reverse=True):
+                self._restore(delivery, peer, stalled, newest_us=owned[-1].received_us, report=report)
+        host = peer.identity.host if peer.identity else ""
+        if self._sessions.bury(peer.name, host=host):
+            report.sessions += 1
+
+    def _restore(
+        self, delivery: Delivery, peer: Peer, stalled: Sequence[Stall], *, newest_us: int, report: SweepReport
+    ) -> None:
+        if self._deliveries is None:
+            return
+        envelope = Envelope.decode(delivery.message)
+        stall = next((stall for stall in stalled if stall.task_id == envelope.task_id), None)
+        moved = self._deliveries.settle(
+            delivery,
+            session=peer.name,
+            message=envelope.restored(counted=True, started=stall is not None),
+            dead=True,
+            front=True,
+        )
+        if moved:
+            report.restored += 1
+            self._tell(
+                TaskRecovered(
+                    task_name=envelope.task_name,
+                    task_id=envelope.task_id,
+                    reason="worker gone",
+                    owner=peer.node,
+                    age_seconds=stall.age_seconds if stall else (newest_us - delivery.received_us) / 1e6,
+                    started=stall is not None,
+                )
+            )
+
+    def _heal_expired_leases(self, report: SweepReport) -> None:
+        self._expire(None, reason="lease ran out", report=report)
+
+    def _expire(self, session: str | None, *, reason: str, report: SweepReport) -> list[Stall]:
+        found: list[Stall] = []
+        for _ in itertools.repeat(None, MAX_SWEEPS_IN_A_ROW):
+            page = self._leases.expire(session=session, limit=BATCH_SIZE)
+            found += page
+            for stall in page:
+                report.stalls += 1
+                self._tell(
+                    TaskStalled(
+                        task_name=stall.task_name,
+                        task_id=stall.task_id,
+                        reason=reason,
+                        owner=stall.owner,
+                        age_seconds=stall.age_seconds,
+                        unfinished_starts=stall.unfinished_starts,
+                    )
+                )
+            if len(page) < BATCH_SIZE:
+                break
+        return found
+
+    def _heal_unowned(self, report: SweepReport) -> None:
+        if self._unowned is None:
+            return
+        for envelope, tag in self._unowned.restore_overdue(limit=BATCH_SIZE):
+            report.restored += 1
+            self._tell(
+                TaskRecovered(
+                    task_name=envelope.task_name,
+                    task_id=envelope.task_id,
+                    reason="visibility timeout",
+                    owner=tag,
+                    age_seconds=0,
+                    started=False,
+                )
+            )

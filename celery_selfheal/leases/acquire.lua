@@ -1,0 +1,76 @@
+-- Take the lease on a task for one start, or say why not. A repeat by the same token changes nothing.
+--
+-- KEYS[1]  lease:<id>        KEYS[2]  journal:<id>   KEYS[3]  done:<marker>   KEYS[4]  inflight
+-- KEYS[5]  expiry index      KEYS[6]  held:<session> KEYS[7]  fence           KEYS[8]  counters
+-- KEYS[9]  unacked           KEYS[10] owned:<session>     (only with ARGV[9])
+-- ARGV[1]  token             ARGV[2]  task id        ARGV[3]  ttl, ms         ARGV[4]  max_stalls
+-- ARGV[5]  session           ARGV[6]  attempt        ARGV[7]  predecessor's token or ''
+-- ARGV[8]  journal's ttl, ms ARGV[9]  delivery tag or ''
+-- ARGV[10] task name         ARGV[11] record for people and the reaper (JSON)
+-- Returns  {'held', fence, stalls, overtaken record or ''}   the start may run
+--          {'stalled', fence, stalls, ''}                    lease taken, but the start must fail instead of running
+--          {'done', token}  {'busy', ms left, attempt of the holder}  {'not mine'}
+local token, id, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
+
+if ARGV[9] ~= '' and
+    (redis.call('HEXISTS', KEYS[9], ARGV[9]) == 0 or redis.call('HEXISTS', KEYS[10], ARGV[9]) == 0) then
+  return {'not mine'}
+end
+
+local holder = redis.call('HGET', KEYS[1], 'token')
+local stalls = redis.call('ZCARD', KEYS[2])
+if redis.call('ZSCORE', KEYS[2], token) then
+  stalls = stalls - 1
+end
+if holder == token then
+  redis.call('PEXPIRE', KEYS[1], ttl)
+  local state = 'held'
+  if stalls > tonumber(ARGV[4]) then
+    state = 'stalled'
+  end
+  return {state, redis.call('HGET', KEYS[1], 'fence'), stalls, ''}
+end
+
+local finished_by = redis.call('GET', KEYS[3])
+if finished_by then
+  return {'done', finished_by}
+end
+
+local follows = ARGV[7] ~= '' and (holder == ARGV[7] or (not holder and redis.call('ZSCORE', KEYS[2], ARGV[7])))
+if holder and not follows then
+  return {'busy', redis.call('PTTL', KEYS[1]), redis.call('HGET', KEYS[1], 'attempt')}
+end
+
+-- The predecessor's body has ended, or this message would not exist: its start and those before it are settled.
+if follows then
+  redis.call('DEL', KEYS[2])
+  stalls = 0
+end
+
+local now = redis.call('TIME')
+local now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
+local now_ms = math.floor(now_us / 1000)
+local fence = math.max(tonumber(redis.call('GET', KEYS[7]) or '0') + 1, now_us)
+local fence_text = string.format('%.0f', fence)
+
+local overtaken = ''
+local previous = redis.call('HGET', KEYS[4], id)
+if previous and not follows then
+  overtaken = previous
+  redis.call('HINCRBY', KEYS[8], 'stalls|' .. ARGV[10], 1)
+end
+
+redis.call('SET', KEYS[7], fence_text, 'PX', ARGV[8])
+redis.call('HSET', KEYS[1], 'token', token, 'fence', fence_text, 'session', ARGV[5], 'attempt', ARGV[6])
+redis.call('PEXPIRE', KEYS[1], ttl)
+redis.call('HSET', KEYS[4], id, table.concat({now_ms, fence_text, token, ARGV[5], ARGV[11]}, ' '))
+redis.call('ZADD', KEYS[5], now_ms + ttl, id)
+redis.call('SADD', KEYS[6], id)
+redis.call('PEXPIRE', KEYS[6], ARGV[8])
+if stalls > tonumber(ARGV[4]) then
+  return {'stalled', fence_text, stalls, overtaken}
+end
+redis.call('ZADD', KEYS[2], fence_text, token)
+redis.call('PEXPIRE', KEYS[2], ARGV[8])
+redis.call('HINCRBY', KEYS[8], 'starts|' .. ARGV[10], 1)
+return {'held', fence_text, stalls, overtaken}

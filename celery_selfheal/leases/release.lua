@@ -1,0 +1,49 @@
+-- Give a lease back, by its token only. A repeat changes nothing.
+--
+-- KEYS[1]  lease:<id>      KEYS[2]  journal:<id>   KEYS[3]  done:<marker>   KEYS[4]  inflight
+-- KEYS[5]  expiry index    KEYS[6]  held:<session> KEYS[7]  counters
+-- KEYS[8]  unacked         KEYS[9]  unacked_index  KEYS[10] owned:<session>     (only with ARGV[6])
+-- ARGV[1]  token           ARGV[2]  task id        ARGV[3]  'ended' or 'handed over'
+-- ARGV[4]  ttl of the done marker, ms; '' leaves none      ARGV[5]  event to count: 'state|task'
+-- ARGV[6]  delivery tag to acknowledge in the same step, or ''
+-- Returns  1, or 0 when another start holds the lease or has finished the task since
+local token, id = ARGV[1], ARGV[2]
+local holder = redis.call('HGET', KEYS[1], 'token')
+local last = redis.call('ZREVRANGE', KEYS[2], 0, 0)[1]
+-- An evicted or expired lease that nobody has taken since is still ours to settle.
+local mine = holder == token or (not holder and last == token)
+
+if not mine then
+  redis.call('ZREM', KEYS[2], token)
+  if holder then
+    return 0
+  end
+  local finished_by = redis.call('GET', KEYS[3])
+  if finished_by and finished_by ~= token then
+    return 0
+  end
+  return 1
+end
+
+redis.call('DEL', KEYS[1])
+if ARGV[3] == 'ended' then
+  redis.call('DEL', KEYS[2])
+else
+  redis.call('ZREM', KEYS[2], token)
+end
+if ARGV[4] ~= '' then
+  redis.call('SET', KEYS[3], token, 'PX', ARGV[4])
+end
+local record = redis.call('HGET', KEYS[4], id)
+if not record or string.match(record, '^%S+ %S+ (%S+) ') == token then
+  redis.call('HDEL', KEYS[4], id)
+  redis.call('ZREM', KEYS[5], id)
+end
+redis.call('SREM', KEYS[6], id)
+redis.call('HINCRBY', KEYS[7], ARGV[5], 1)
+if ARGV[6] ~= '' then
+  redis.call('HDEL', KEYS[8], ARGV[6])
+  redis.call('ZREM', KEYS[9], ARGV[6])
+  redis.call('HDEL', KEYS[10], ARGV[6])
+end
+return 1

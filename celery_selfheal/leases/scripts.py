@@ -1,0 +1,61 @@
+"""Lua scripts as they lie in the package, and the one border at which Redis' errors become ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import resources
+from typing import Any
+
+import redis
+
+from celery_selfheal.errors import StoreError
+
+ScriptArgument = str | int | bytes
+
+
+def source(package: str, name: str) -> str:
+    """Text of ``<name>.lua`` in ``package``."""
+    return resources.files(package).joinpath(f"{name}.lua").read_text(encoding="utf-8")
+
+
+@contextmanager
+def answering(address: str, step: str) -> Iterator[None]:
+    """Turn "Redis did not answer" into ``StoreError``.
+
+    Args:
+        address: Which server, without a password.
+        step: What was asked of it.
+    """
+    try:
+        yield
+    except redis.RedisError as exc:
+        raise StoreError(address, f"{step}: {exc}") from exc
+
+
+class Script:
+    """One Lua script on one client: ``EVALSHA``, and ``SCRIPT LOAD`` where the server has forgotten it."""
+
+    def __init__(self, client: redis.Redis, package: str, name: str, *, address: str) -> None:
+        self._script = client.register_script(source(package, name))
+        self._name = name
+        self._address = address
+
+    def __call__(self, keys: Sequence[str], arguments: Sequence[ScriptArgument]) -> Any:
+        """Run it.
+
+        Raises:
+            StoreError: Redis did not answer, or refused.
+        """
+        with answering(self._address, self._name):
+            return self._script(keys=list(keys), args=list(arguments))
+
+    @property
+    def sha(self) -> str:
+        """Digest under which the server knows it."""
+        return str(self._script.sha)
+
+
+def text(value: bytes | str) -> str:
+    """Redis' bytes as text; never fails, since it is for names and states only."""
+    return value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value

@@ -1,0 +1,1 @@
+"""One adapter a kind of broker."""

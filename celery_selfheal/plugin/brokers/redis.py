@@ -1,0 +1,259 @@
+"""Reliable fetch on kombu's Redis transport: takes, owns, acknowledges and gives back in single steps.
+
+Works on the channel *instance* of one consumer; producers, other consumers and the queues stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from queue import Empty
+from time import sleep
+from types import MethodType
+from typing import Any
+
+import redis
+
+from celery_selfheal.clock import monotonic
+from celery_selfheal.errors import StoreError
+from celery_selfheal.keys import Keys, delivery_tag, session_of_tag
+from celery_selfheal.leases.scripts import source
+from celery_selfheal.plugin.brokers.layout import RedisLayout
+from celery_selfheal.plugin.worker import Worker
+from celery_selfheal.sessions.redis import RedisDeliveryStore
+
+logger = logging.getLogger("celery_selfheal")
+
+IDLE_PAUSES_SECONDS = (0.02, 0.03, 0.05, 0.07, 0.1)  # between looks at empty lists, longer each time
+NO_SESSION_PAUSE_SECONDS = 0.1
+
+CHANNEL_SHAPE = (
+    "_brpop_start",
+    "_brpop_read",
+    "_q_for_pri",
+    "_queue_cycle",
+    "active_queues",
+    "client",
+    "conn_or_acquire",
+    "handlers",
+    "priority_steps",
+    "qos",
+)
+QOS_SHAPE = ("append", "ack", "reject", "restore_unacked", "restore_visible", "restore_by_tag", "_delivered", "_dirty")
+
+
+def missing_shape(channel: Any) -> list[str]:
+    """What the adapter needs and this kombu's channel has not."""
+    missing = [name for name in CHANNEL_SHAPE if not hasattr(channel, name)]
+    if "qos" not in missing:
+        missing += [f"qos.{name}" for name in QOS_SHAPE if not hasattr(channel.qos, name)]
+    return missing
+
+
+class ReliableFetch:
+    """Replaces BRPOP and the unacked bookkeeping of one channel.
+
+    Args:
+        call_later: Schedules a wake-up of the event loop; ``None`` where the consumer polls in a loop of its own
+            (gevent, eventlet) and may sleep.
+    """
+
+    def __init__(
+        self,
+        channel: Any,
+        *,
+        worker: Worker,
+        deliveries: RedisDeliveryStore,
+        keys: Keys,
+        layout: RedisLayout,
+        call_later: Callable[[float, Callable[[], None]], Any] | None,
+    ) -> None:
+        self._channel = channel
+        self._qos = channel.qos
+        self._worker = worker
+        self._deliveries = deliveries
+        self._keys = keys
+        self._layout = layout
+        self._call_later = call_later
+        self._number = 0
+        self._empty_looks = 0
+        self._next_look = 0.0
+        self._wake_is_due = False
+        self._asked: tuple[str, list[str]] | None = None
+        self._original_append = self._qos.append
+        self._original_ack = self._qos.ack
+        self._original_reject = self._qos.reject
+        self._sha = self._load()
+
+    def install(self) -> None:
+        """Take over the channel."""
+        channel, qos = self._channel, self._qos
+        channel._brpop_start = self._ask
+        channel._brpop_read = self._read
+        channel.handlers["BRPOP"] = self._read
+        channel.selfheal_forget = self._forget
+        qos.append = self._append
+        qos.ack = self._ack
+        qos.reject = self._reject
+        qos.restore_unacked = self._restore_unacked
+        # The sweep does this duty, by Redis' clock and for deliveries without owner only.
+        qos.restore_visible = MethodType(lambda self, *args, **kwargs: None, qos)
+
+    # -- taking messages
+
+    def _ask(self, timeout: float | None = None) -> None:
+        channel = self._channel
+        queues = channel._queue_cycle.consume(len(channel.active_queues))
+        if not queues:
+            return
+        pause = self._next_look - monotonic()
+        if not self._worker.may_fetch:
+            pause = max(pause, NO_SESSION_PAUSE_SECONDS)
+        if pause > 0:
+            self._wait(pause)
+            if self._call_later is not None:
+                return
+        lists = [(queue, channel._q_for_pri(queue, step)) for step in channel.priority_steps for queue in queues]
+        session = self._worker.session.name
+        self._number += 1
+        tag = delivery_tag(session, self._number)
+        keys = [
+            self._keys.session(session),
+            self._layout.unacked.unacked,
+            self._layout.unacked.index,
+            self._keys.owned(session),
+            *(self._layout.prefix + name for _, name in lists),
+        ]
+        connection = channel.client.connection
+        channel._in_poll = connection
+        channel._brpop_sent_at = monotonic()
+        self._asked = (tag, [queue for queue, _ in lists])
+        connection.send_command(
+            "EVALSHA", self._sha, len(keys), *keys, tag, *(json.dumps(queue) for queue, _ in lists)
+        )
+
+    def _read(self, **options: Any) -> bool:
+        channel = self._channel
+        asked, self._asked = self._asked, None
+        try:
+            reply = channel.client.parse_response(channel.client.connection, "EVALSHA", **options)
+        except redis.exceptions.NoScriptError:
+            # The server was restarted or its scripts were flushed: nothing was taken.
+            self._sha = self._load()
+            raise Empty from None
+        except channel.connection_errors:
+            # Whether it was taken is unknown; if so it is ours, nobody knows it, and two beats later it goes back.
+            channel.client.connection.disconnect()
+            raise
+        finally:
+            channel._in_poll = None
+            flush = getattr(channel, "_flush_brpop_reauth", None)
+            if flush is not None:
+                flush()
+        if asked is None or not reply:
+            self._pause(no_session=reply == 0)
+            raise Empty
+        self._empty_looks, self._next_look = 0, 0.0
+        tag, queues = asked
+        position, message = reply
+        self._deliver(tag, queues[position - 1], message)
+        return True
+
+    def _deliver(self, tag: str, queue: str, message: bytes) -> None:
+        channel = self._channel
+        if channel._closing:
+            self._worker.hand_over_later([tag])
+            return
+        channel._queue_cycle.rotate(queue)
+        try:
+            payload = json.loads(message)
+            payload["properties"]["delivery_tag"] = tag
+        except (ValueError, TypeError, KeyError):
+            logger.error("message in queue %s is no envelope of kombu's; it stays unacknowledged as %s", queue, tag)
+            return
+        channel.connection._deliver(payload, queue)
+
+    def _pause(self, *, no_session: bool) -> None:
+        if no_session:
+            self._worker.wake()
+            seconds = NO_SESSION_PAUSE_SECONDS
+        else:
+            seconds = IDLE_PAUSES_SECONDS[min(self._empty_looks, len(IDLE_PAUSES_SECONDS) - 1)]
+            self._empty_looks += 1
+        self._next_look = monotonic() + seconds
+
+    def _wait(self, seconds: float) -> None:
+        if self._call_later is None:
+            sleep(seconds)
+        elif not self._wake_is_due:
+            self._wake_is_due = True
+            self._call_later(seconds, self._woken)
+
+    def _woken(self) -> None:
+        # That the loop turns is enough: it asks again at the start of each turn.
+        self._wake_is_due = False
+
+    def _load(self) -> str:
+        with self._channel.conn_or_acquire() as client:
+            return str(client.script_load(source("celery_selfheal.sessions", "fetch")))
+
+    # -- settling them
+
+    def _append(self, message: Any, tag: str) -> None:
+        self._worker.remember(tag, message)
+        if session_of_tag(tag) is None:
+            # Not taken by the script: a broadcast, say.
+            self._original_append(message, tag)
+            return
+        if self._qos._dirty:
+            self._qos._flush()
+        self._qos._delivered[tag] = message
+
+    def _ack(self, tag: str) -> None:
+        session = session_of_tag(tag)
+        if session is None:
+            self._original_ack(tag)
+            return
+        try:
+            self._deliveries.acknowledge(tag, session=session)
+        except StoreError as exc:
+            logger.warning("acknowledgement will be repeated: %s", exc)
+            self._worker.acknowledge_later(tag)
+        self._forget(tag)
+
+    def _reject(self, tag: str, requeue: bool = False) -> None:
+        session = session_of_tag(tag)
+        if session is None:
+            self._original_reject(tag, requeue=requeue)
+            return
+        if not requeue:
+            self._ack(tag)
+            return
+        self._forget(tag)
+        try:
+            for delivery in self._deliveries.named(session, [tag]):
+                self._deliveries.settle(
+                    delivery, session=session, message=delivery.message, dead=False, front=False
+                )
+        except StoreError as exc:
+            logger.warning("a rejected message will be requeued later: %s", exc)
+            self._worker.hand_over_later([tag])
+
+    def _forget(self, tag: str) -> None:
+        """Give its prefetch slot free."""
+        self._qos._dirty.add(tag)
+
+    def _restore_unacked(self, client: Any = None) -> Sequence[Any]:
+        """The channel closes: running tasks keep their deliveries, everything else goes back at once."""
+        delivered = dict(self._qos._delivered)
+        self._qos._delivered.clear()
+        self._qos._dirty.clear()
+        waiting = []
+        for tag, message in delivered.items():
+            if session_of_tag(tag) is None:
+                self._qos.restore_by_tag(tag)
+            elif not self._worker.is_running(message):
+                waiting.append(tag)
+        self._worker.hand_over_later(waiting)
+        return ()

@@ -1,0 +1,42 @@
+"""Native threads, also where gevent or eventlet has replaced Python's."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+def original(module: str, name: str) -> Any:
+    """The object as it was before any monkey patch."""
+    if "gevent" in sys.modules:
+        from gevent.monkey import get_original
+
+        return get_original(module, name)
+    if "eventlet" in sys.modules:
+        from eventlet.patcher import original as unpatched
+
+        return getattr(unpatched(module), name)
+    return getattr(sys.modules.get(module) or __import__(module), name)
+
+
+def is_patched() -> bool:
+    """Whether ``threading`` makes greenlets instead of threads."""
+    if "gevent" in sys.modules:
+        from gevent.monkey import is_module_patched
+
+        return bool(is_module_patched("threading") or is_module_patched("thread"))
+    if "eventlet" in sys.modules:
+        from eventlet.patcher import is_monkey_patched
+
+        return bool(is_monkey_patched("thread"))
+    return False
+
+
+def start_thread(run: Callable[[], None]) -> None:
+    """Run ``run`` in a daemon thread of the operating system."""
+    if is_patched():
+        original("_thread", "start_new_thread")(run, ())
+    else:
+        threading.Thread(target=run, name="selfheal", daemon=True).start()

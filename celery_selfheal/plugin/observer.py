@@ -1,0 +1,45 @@
+"""Tells events of healing to people (one log line) and to programs (one signal)."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+
+from celery import Celery
+
+from celery_selfheal import signals
+from celery_selfheal.telemetry.events import Event, LeaseWasLost, Observer, TaskRecovered, TaskStalled
+
+logger = logging.getLogger("celery_selfheal")
+
+_VOICES = {
+    TaskStalled: (
+        logging.WARNING,
+        signals.task_stalled,
+        "task stalled: %(task_name)s[%(task_id)s] on %(owner)s after %(age_seconds).1f s: %(reason)s;"
+        " unfinished starts: %(unfinished_starts)d",
+    ),
+    TaskRecovered: (
+        logging.WARNING,
+        signals.task_recovered,
+        "task recovered: %(task_name)s[%(task_id)s] from %(owner)s after %(age_seconds).1f s: %(reason)s",
+    ),
+    LeaseWasLost: (
+        logging.WARNING,
+        signals.lease_lost,
+        "lease lost: %(task_name)s[%(task_id)s] on %(owner)s after %(age_seconds).1f s: %(reason)s",
+    ),
+}
+
+
+def observer(app: Celery) -> Observer:
+    """Observer that logs each event once and sends its signal once."""
+
+    def tell(event: Event) -> None:
+        level, signal, line = _VOICES[type(event)]
+        fields = asdict(event)
+        logger.log(level, line, fields, extra={"selfheal": fields})
+        # Signal.send logs and swallows what a receiver raises.
+        signal.send(sender=app, age=fields.pop("age_seconds"), **fields)
+
+    return tell

@@ -1,0 +1,113 @@
+"""Bootsteps: start and stop the worker's agents, and take over each new channel."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from celery import bootsteps
+from celery.exceptions import WorkerShutdown
+
+from celery_selfheal.clock import monotonic
+from celery_selfheal.errors import SelfHealError
+from celery_selfheal.plugin.brokers.layout import layout_of
+from celery_selfheal.plugin.brokers.redis import ReliableFetch, missing_shape
+from celery_selfheal.plugin.install import plugin_of
+from celery_selfheal.plugin.stores import lease_address, open_client
+from celery_selfheal.plugin.worker import Worker
+from celery_selfheal.redis_url import without_password
+
+logger = logging.getLogger("celery_selfheal")
+
+
+class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is untyped
+    """Starts the agents when the pool has forked. They end with the consumer, when the pool has drained."""
+
+    requires = ("celery.worker.components:Pool",)
+
+    def start(self, parent: Any) -> None:
+        """Check the settings once more, and begin to beat.
+
+        Raises:
+            WorkerShutdown: a setting is wrong or names a server that does not answer; said in one line.
+        """
+        plugin = plugin_of(parent.app)
+        try:
+            plugin.reread_settings()
+            stores = plugin.open_stores()
+            _check_reachable(parent.app, plugin.settings)
+        except SelfHealError as exc:
+            logger.critical("celery_selfheal refuses to start: %s", exc)
+            raise WorkerShutdown(1) from None
+        plugin.worker = Worker(plugin, node=parent.hostname, stores=stores)
+        plugin.worker.start()
+
+    def stop(self, parent: Any) -> None:
+        """Nothing: tasks still run, and their leases must be renewed."""
+
+    terminate = stop
+
+
+class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is untyped
+    """Takes over the consumer's channel after each connection, and ends the agents last of all."""
+
+    requires = ("celery.worker.consumer.tasks:Tasks",)
+
+    def start(self, c: Any) -> None:
+        """Install reliable fetch on the new channel, if broker and settings allow."""
+        plugin = plugin_of(c.app)
+        layout = layout_of(c.app)
+        if plugin.worker is None or layout is None:
+            return
+        if not plugin.settings.redis_reliable_fetch:
+            logger.warning(
+                "selfheal_redis_reliable_fetch is off: a killed worker's messages come back after the"
+                " visibility timeout only, and some are lost"
+            )
+            return
+        channel = c.task_consumer.channel
+        # Connections of its own: the loop must not share a socket with the agents' thread.
+        stores = plugin.stores
+        missing = missing_shape(channel)
+        if missing or stores.deliveries is None or not layout.ack_emulation:
+            logger.error(
+                "reliable fetch is off, kombu is left as it is: %s",
+                f"this kombu has no {', '.join(missing)}" if missing else "its Redis transport is not the usual one",
+            )
+            return
+        ReliableFetch(
+            channel,
+            worker=plugin.worker,
+            deliveries=stores.deliveries,
+            keys=plugin.keys,
+            layout=layout,
+            call_later=c.hub.call_later if c.hub and c.loop.__name__ == "asynloop" else None,
+        ).install()
+
+    def stop(self, c: Any) -> None:
+        """Nothing: what is held stays held over a reconnect."""
+
+    def shutdown(self, c: Any) -> None:
+        """The pool has drained: hand over what is left and say good-bye."""
+        plugin = plugin_of(c.app)
+        if plugin.worker is not None:
+            plugin.worker.stop()
+
+
+def _check_reachable(app: Any, settings: Any) -> None:
+    """A server that the user named must answer now; a broker that is away is left to Celery's own patience."""
+    if not settings.redis_url:
+        return
+    address = lease_address(app, settings)
+    client = open_client(address, ttl=settings.lease_ttl)
+    give_up_at = monotonic() + settings.lease_ttl.total_seconds()
+    while True:
+        try:
+            client.ping()
+            return
+        except Exception as exc:  # whatever keeps it from answering
+            if monotonic() >= give_up_at:
+                raise SelfHealError(
+                    f"{address.setting} = {without_password(address.url)!r}: no answer for"
+                    f" {settings.lease_ttl.total_seconds():g} s ({exc}); start that server or correct the setting"
+                ) from exc

@@ -1,0 +1,174 @@
+"""Opens the stores of an application: each caller gets connections of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import redis
+from celery import Celery
+
+from celery_selfheal.agents.envelope import Envelope
+from celery_selfheal.errors import SettingsError
+from celery_selfheal.keys import Keys, session_of_tag
+from celery_selfheal.leases.redis import RedisLeaseStore
+from celery_selfheal.plugin.brokers.layout import RedisLayout, layout_of
+from celery_selfheal.redis_url import is_redis, make_client, same_server, without_password
+from celery_selfheal.sessions.redis import RedisDeliveryStore, RedisSessionStore, message_of
+from celery_selfheal.settings import SelfHealSettings
+
+CLIENT_RETRIES = 3  # with the socket timeout of a third of the TTL they end before a lease does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """One Redis server.
+
+    Attributes:
+        setting: Where the URL comes from, for error messages.
+    """
+
+    url: str
+    ssl: Any
+    setting: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stores:
+    """All stores of one application on connections of their own.
+
+    Attributes:
+        together: Leases and sessions live in one server and database.
+        deliveries: ``None`` where the broker is not Redis: it redelivers by itself.
+    """
+
+    leases: RedisLeaseStore
+    sessions: RedisSessionStore
+    deliveries: RedisDeliveryStore | None
+    unowned: UnownedDeliveries | None
+    together: bool
+
+
+def lease_address(app: Celery, settings: SelfHealSettings) -> Address:
+    """Where the leases live: ``selfheal_redis_url``, else the broker if it is Redis, else the result backend.
+
+    Raises:
+        SettingsError: none of the three is Redis.
+    """
+    if settings.redis_url:
+        return Address(url=settings.redis_url, ssl=None, setting="selfheal_redis_url")
+    broker = broker_address(app)
+    if broker:
+        return broker
+    backend = app.conf.result_backend
+    if isinstance(backend, str) and is_redis(backend):
+        return Address(url=backend, ssl=app.conf.redis_backend_use_ssl, setting="result_backend")
+    raise SettingsError(
+        "selfheal_redis_url is not set, and neither broker_url nor result_backend is Redis:"
+        " set it to the Redis server that shall keep the leases",
+        "selfheal_redis_url",
+    )
+
+
+def broker_address(app: Celery) -> Address | None:
+    """The broker, if it is Redis."""
+    setting = "broker_read_url" if app.conf.broker_read_url else "broker_url"
+    url = app.conf.broker_read_url or app.conf.broker_url
+    if isinstance(url, (list, tuple)):
+        url = ";".join(url)
+    if not isinstance(url, str) or not is_redis(url):
+        return None
+    return Address(url=url, ssl=app.conf.broker_use_ssl, setting=setting)
+
+
+def open_client(address: Address, *, ttl: timedelta) -> redis.Redis:
+    """A client that gives up before a lease runs out. Connects on first use."""
+    timeout = ttl.total_seconds() / 3
+    return make_client(address.url, ssl=address.ssl, timeout=timeout, setting=address.setting)
+
+
+def open_stores(app: Celery, settings: SelfHealSettings, keys: Keys) -> Stores:
+    """Open all stores; nothing is connected before the first call.
+
+    Raises:
+        SettingsError: a URL is wrong, or there is no Redis at all.
+    """
+    layout = layout_of(app)
+    lease = lease_address(app, settings)
+    broker = broker_address(app) if layout else None
+    together = broker is None or same_server(lease.url, broker.url)
+    client = open_client(lease, ttl=settings.lease_ttl)
+    visibility = layout.visibility_timeout if layout else timedelta(0)
+    leases = RedisLeaseStore(
+        client,
+        keys,
+        ttl=settings.lease_ttl,
+        max_stalls=settings.max_stalls,
+        done_ttl=settings.done_ttl_for(visibility),
+        address=without_password(lease.url),
+        unacked=layout.unacked if layout and together else None,
+    )
+    if layout is None or broker is None:
+        sessions = RedisSessionStore(client, keys, ttl=settings.lease_ttl, address=without_password(lease.url))
+        return Stores(leases=leases, sessions=sessions, deliveries=None, unowned=None, together=True)
+    if not together:
+        client = open_client(broker, ttl=settings.lease_ttl)
+    address = without_password(broker.url)
+    sessions = RedisSessionStore(client, keys, ttl=settings.lease_ttl, address=address, unacked=layout.unacked)
+    deliveries = RedisDeliveryStore(client, keys, unacked=layout.unacked, address=address)
+    return Stores(
+        leases=leases,
+        sessions=sessions,
+        deliveries=deliveries,
+        unowned=UnownedDeliveries(app, deliveries, layout),
+        together=together,
+    )
+
+
+class UnownedDeliveries:
+    """Deliveries without owner record, from workers without the plugin: kombu's own duty, by Redis' clock."""
+
+    def __init__(self, app: Celery, deliveries: RedisDeliveryStore, layout: RedisLayout) -> None:
+        self._app = app
+        self._deliveries = deliveries
+        self._layout = layout
+
+    def restore_overdue(self, *, limit: int) -> list[tuple[Envelope, str]]:
+        """Put back those whose visibility timeout has passed."""
+        timeout = self._layout.visibility_timeout
+        overdue = self._deliveries.overdue(visibility_timeout=timeout, limit=limit)
+        restored = []
+        for tag, entry in overdue:
+            session = session_of_tag(tag)
+            if session is not None and self._deliveries.is_owned(tag, session):
+                continue
+            message, exchange, routing_key = _take_apart(entry)
+            envelope = Envelope.decode(message)
+            lists = self._lists(exchange, routing_key, envelope)
+            if lists and self._deliveries.restore_unowned(
+                tag, envelope.restored(counted=True, started=False), lists=lists, visibility_timeout=timeout
+            ):
+                restored.append((envelope, tag))
+        return restored
+
+    def _lists(self, exchange: str, routing_key: str, envelope: Envelope) -> Sequence[str]:
+        # Kombu knows the bindings; a lookup that finds none must restore nothing, or the message would vanish.
+        with self._app.connection_for_read() as connection:
+            channel = connection.default_channel
+            queues = channel._lookup(exchange, routing_key) if exchange else [routing_key]
+            priority = channel._get_message_priority(envelope.fields or {"properties": {}}, reverse=False)
+            return [self._layout.prefix + channel._q_for_pri(queue, priority) for queue in queues if queue]
+
+
+def _take_apart(entry: bytes) -> tuple[bytes, str, str]:
+    import json
+
+    try:
+        message, exchange, routing_key = json.loads(entry)
+    except ValueError:
+        # Ours, and its message is no JSON: cut it out undecoded.
+        queue = entry[entry.rindex(b',"","') + 5 : -1]
+        return message_of(entry), "", json.loads(b'"' + queue.lstrip(b'"'))
+    return json.dumps(message).encode(), exchange, routing_key

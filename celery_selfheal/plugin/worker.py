@@ -1,0 +1,394 @@
+"""This worker's main process: what it holds, what it must still settle, and the thread that beats."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from typing import Any
+
+from celery import signals
+from celery.worker import state as worker_state
+
+from celery_selfheal import witness
+from celery_selfheal.agents.envelope import Envelope
+from celery_selfheal.agents.heartbeat import Beat, Heartbeat
+from celery_selfheal.agents.reaper import Reaper
+from celery_selfheal.clock import jitter, monotonic, utc_now
+from celery_selfheal.errors import StalledTooOften, StoreError
+from celery_selfheal.keys import session_of_tag
+from celery_selfheal.leases.port import Start
+from celery_selfheal.plugin import native
+from celery_selfheal.plugin.install import Plugin, reaper_of
+from celery_selfheal.plugin.stores import Stores
+from celery_selfheal.plugin.task import CONTEXT_KEY
+from celery_selfheal.sessions.port import Session
+from celery_selfheal.telemetry.events import LeaseWasLost, TaskRecovered, TaskStalled
+from celery_selfheal.ticker import Step, Ticker
+
+logger = logging.getLogger("celery_selfheal")
+
+RESTART_JITTER = timedelta(milliseconds=300)  # tasks of one killed host must not restart at the same instant
+FAREWELL_PATIENCE = timedelta(seconds=10)
+
+
+class Worker:
+    """One worker process.
+
+    ``announce`` and ``child_died`` are called by Celery's loop and do no I/O; the ticker's thread owns the
+    connections and settles what they ask for, until it is settled.
+    """
+
+    def __init__(self, plugin: Plugin, *, node: str, stores: Stores) -> None:
+        self._plugin = plugin
+        self._node = node
+        self._stores = stores
+        self._settings = plugin.settings
+        self._requests: dict[str, weakref.ref[Any]] = {}
+        self._messages: dict[str, weakref.ref[Any]] = {}
+        self._pending: deque[Callable[[], None]] = deque()
+        self._pending_tags: set[str] = set()
+        self._told_lost: set[str] = set()
+        self._last_beat = float("-inf")
+        self._answered = True
+        self._closing = False
+        self.heartbeat = Heartbeat(
+            stores.sessions,
+            stores.leases,
+            self,
+            new_session=self._new_session,
+            together=stores.together,
+        )
+        self._reaper: Reaper = reaper_of(plugin, stores, lambda: self.heartbeat.session)
+        self._ticker = Ticker(
+            [
+                Step("heartbeat", self._answering(self._beat), self._settings.heartbeat_interval),
+                Step("settling", self._answering(self._settle), self._settings.heartbeat_interval),
+                Step("sweep", self._answering(self._sweep), self._settings.reaper_interval),
+            ],
+            start_thread=native.start_thread,
+            farewell=self._answering(self._farewell),
+        )
+
+    # -- called by Celery's loop
+
+    @property
+    def session(self) -> Session:
+        """The session of this incarnation."""
+        return self.heartbeat.session
+
+    @property
+    def may_fetch(self) -> bool:
+        """Whether the stores answered lately: a message that is taken now could not be started else."""
+        return monotonic() - self._last_beat < self._settings.lease_ttl.total_seconds()
+
+    def start(self) -> None:
+        """Begin to beat and to sweep."""
+        self._ticker.start()
+
+    def stop(self) -> None:
+        """Settle, hand over what is left, and say good-bye. Waits ten seconds at most."""
+        self._closing = True
+        if not self._ticker.stop(timeout=FAREWELL_PATIENCE):
+            logger.warning("the store does not answer: what is held is left to the reaper of another worker")
+
+    def wake(self) -> None:
+        """Beat, settle and sweep now."""
+        self._ticker.wake()
+
+    def announce(self, request: Any, *, published_at: str | None, predecessor: str | None) -> Start:
+        """Make the start of a request and put it where the child finds it."""
+        headers = request.request_dict
+        tag = getattr(request.message, "delivery_tag", None)
+        session = session_of_tag(tag) if isinstance(tag, str) else None
+        attempt = f"{request.type}:{headers.get('retries') or 0}"
+        token = uuid.uuid4().hex
+        time_limit = (request.time_limits or (None, None))[0] or request.task.time_limit
+        limit = self._settings.max_runtime
+        start = Start(
+            task_id=request.id,
+            task_name=request.type,
+            token=token,
+            session=session or self.session.name,
+            attempt=attempt,
+            marker=f"{request.id}:{attempt}:{published_at or ''}",
+            predecessor=predecessor,
+            tag=tag if session and request.task.acks_late else None,
+            node=self._node,
+            pid=os.getpid(),
+            deadline_seconds=limit.total_seconds() if limit else time_limit,
+        )
+        # A copy: what is put into the shared dictionary would travel on into retries.
+        properties = dict(headers.get("properties") or {})
+        properties[CONTEXT_KEY] = {name: getattr(start, name) for name in Start.__dataclass_fields__}
+        headers["properties"] = properties
+        self._requests[token] = weakref.ref(request, lambda _: self._requests.pop(token, None))
+        return start
+
+    def remember(self, tag: str, message: Any) -> None:
+        """A delivery has come; it is known for as long as anybody holds its message."""
+        self._messages[tag] = weakref.ref(message, lambda _: self._messages.pop(tag, None))
+
+    def child_died(self, request: Any) -> None:
+        """The process that ran ``request`` is gone: count the start and bring its message back."""
+        start: Start = request.start
+        request.acknowledged = True
+        message = request.message
+        release_slot = getattr(message.channel, "selfheal_forget", None)
+        if release_slot is None or start.tag is None:
+            # The broker redelivers by itself.
+            request.acknowledged = False
+            request.reject(requeue=True)
+        else:
+            release_slot(start.tag)
+        stopping = worker_state.should_stop is not None or worker_state.should_terminate is not None
+        failure = _Failure(request, self._settings.max_stalls)
+        self._later(lambda: self._heal_child(start, failure, handed_over=stopping), tag=start.tag)
+
+    def ended_from_outside(self, start: Start, *, state: str) -> None:
+        """Main ended the start (time limit, revocation): give its lease back."""
+        self._later(
+            lambda: self._release(start, ended=True, marker=True, state=state), tag=None
+        )
+
+    def acknowledge_later(self, tag: str) -> None:
+        """An acknowledgement did not go through: repeat it until it does."""
+        self._later(lambda: self._acknowledge(tag), tag=tag)
+
+    def hand_over_later(self, tags: Iterable[str]) -> None:
+        """Give deliveries back that have not begun here."""
+        tags = list(tags)
+        if tags and not self._closing:
+            self._later(lambda: self._hand_over(tags, reason="handed over"), tag=None)
+
+    def is_running(self, message: Any) -> bool:
+        """Whether a body is under way for the message."""
+        return any(request.message is message for request in tuple(worker_state.active_requests))
+
+    # -- ``Holdings``, read by the heartbeat in the ticker's thread
+
+    def running(self) -> Sequence[Start]:
+        """Starts that a child has accepted and not reported, within their deadline."""
+        starts = []
+        for reference in list(self._requests.values()):
+            request = reference()
+            if request is None or request.time_start is None or request not in worker_state.active_requests:
+                continue
+            start = request.start
+            deadline = start.deadline_seconds
+            ran = utc_now().timestamp() - request.time_start
+            if deadline is None or ran <= deadline + self._settings.loss_grace.total_seconds():
+                starts.append(start)
+        return starts
+
+    def tags(self) -> Iterable[str]:
+        """Deliveries that somebody in this process still holds, or that wait to be settled."""
+        return [*self._messages, *self._pending_tags]
+
+    # -- steps, run in the ticker's thread
+
+    def _beat(self) -> None:
+        found: Beat = self.heartbeat.beat()
+        self._last_beat = monotonic()
+        if found.session_lost:
+            logger.warning("session lost: this worker was taken for dead; it goes on as %s", self.session.name)
+        if found.emptied:
+            logger.warning("the store has lost its data; leases of running tasks are taken again")
+        for start in found.lost:
+            if start.token not in self._told_lost:
+                self._told_lost.add(start.token)
+                self._tell_lost(start)
+        if found.forgotten:
+            self._hand_over(found.forgotten, reason="forgotten")
+
+    def _settle(self) -> None:
+        for _ in range(len(self._pending)):
+            # Left in its place until it is done: a step that raises keeps the order and is tried again.
+            self._pending[0]()
+            self._pending.popleft()
+
+    def _sweep(self) -> None:
+        report = self._reaper.sweep()
+        if report:
+            logger.info(
+                "sweep: %d dead sessions, %d stalls, %d messages restored",
+                report.sessions,
+                report.stalls,
+                report.restored,
+            )
+
+    def _farewell(self) -> None:
+        self._settle()
+        for reference in list(self._requests.values()):
+            request = reference()
+            if request is not None and request.time_start and request in worker_state.active_requests:
+                self._release(request.start, ended=False, marker=False, state="handed-over")
+        if self._stores.deliveries is not None:
+            left = [delivery.tag for delivery in self._stores.deliveries.owned(self.session.name)]
+            self._hand_over(left, reason="handed over")
+        self.heartbeat.leave()
+
+    # -- settlements
+
+    def _later(self, settle: Callable[[], None], *, tag: str | None) -> None:
+        if tag is not None:
+            self._pending_tags.add(tag)
+
+        def run() -> None:
+            settle()
+            if tag is not None:
+                self._pending_tags.discard(tag)
+
+        self._pending.append(run)
+        self._ticker.wake()
+
+    def _heal_child(self, start: Start, failure: _Failure, *, handed_over: bool) -> None:
+        if handed_over:
+            self._release(start, ended=False, marker=False, state="handed-over")
+            self._give_back(start, reason="worker stops")
+            return
+        unfinished = self._stores.leases.abandon(start)
+        if unfinished is None:
+            if start.tag:
+                self._acknowledge(start.tag)
+            return
+        self._plugin.tell(
+            TaskStalled(
+                task_name=start.task_name,
+                task_id=start.task_id,
+                reason="process died",
+                owner=self._node,
+                age_seconds=failure.age_seconds,
+                unfinished_starts=unfinished,
+            )
+        )
+        if unfinished > self._settings.max_stalls and start.tag:
+            failure.store(unfinished)
+            self._release(start, ended=True, marker=True, state="failure")
+            self._acknowledge(start.tag)
+        else:
+            self._give_back(start, reason="process died", age_seconds=failure.age_seconds)
+
+    def _give_back(self, start: Start, *, reason: str, age_seconds: float = 0.0) -> None:
+        deliveries = self._stores.deliveries
+        if deliveries is None or start.tag is None:
+            return
+        delay = timedelta(seconds=jitter().uniform(0, RESTART_JITTER.total_seconds()))
+        for delivery in deliveries.named(start.session, [start.tag]):
+            message = Envelope.decode(delivery.message).restored(
+                counted=False, started=True, eta=(utc_now() + delay).isoformat()
+            )
+            if deliveries.settle(delivery, session=start.session, message=message, dead=False, front=True):
+                self._plugin.tell(
+                    TaskRecovered(
+                        task_name=start.task_name,
+                        task_id=start.task_id,
+                        reason=reason,
+                        owner=self._node,
+                        age_seconds=age_seconds,
+                        started=True,
+                    )
+                )
+
+    def _hand_over(self, tags: Sequence[str], *, reason: str) -> None:
+        deliveries = self._stores.deliveries
+        if deliveries is None:
+            return
+        for session in {session_of_tag(tag) for tag in tags} - {None}:
+            mine = [tag for tag in tags if session_of_tag(tag) == session]
+            for delivery in reversed(deliveries.named(str(session), mine)):
+                envelope = Envelope.decode(delivery.message)
+                message = envelope.restored(counted=False, started=False)
+                moved = deliveries.settle(delivery, session=str(session), message=message, dead=False, front=True)
+                if moved and reason == "forgotten":
+                    self._plugin.tell(
+                        TaskRecovered(
+                            task_name=envelope.task_name,
+                            task_id=envelope.task_id,
+                            reason=reason,
+                            owner=self._node,
+                            age_seconds=0.0,
+                            started=False,
+                        )
+                    )
+
+    def _acknowledge(self, tag: str) -> None:
+        session = session_of_tag(tag)
+        if self._stores.deliveries is not None and session is not None:
+            self._stores.deliveries.acknowledge(tag, session=session)
+
+    def _release(self, start: Start, *, ended: bool, marker: bool, state: str) -> None:
+        self._stores.leases.release(start, ended=ended, marker=marker, state=state)
+
+    def _tell_lost(self, start: Start) -> None:
+        reference = self._requests.get(start.token)
+        request = reference() if reference else None
+        self._plugin.tell(
+            LeaseWasLost(
+                task_name=start.task_name,
+                task_id=start.task_id,
+                reason="taken over",
+                owner=self._node,
+                age_seconds=utc_now().timestamp() - request.time_start if request and request.time_start else 0.0,
+            )
+        )
+
+    def _answering(self, step: Callable[[], None]) -> Callable[[], None]:
+        """No answer is no loss: say it once, and go on when the store is back."""
+
+        def run() -> None:
+            try:
+                step()
+            except StoreError as exc:
+                if self._answered:
+                    logger.warning("the store does not answer; what is held stays held: %s", exc)
+                self._answered = False
+            else:
+                if not self._answered:
+                    logger.warning("the store answers again")
+                self._answered = True
+
+        return run
+
+    def _new_session(self) -> Session:
+        return Session(
+            name=f"{self._node}:{os.getpid()}:{uuid.uuid4().hex[:12]}",
+            node=self._node,
+            identity=witness.identify(),
+        )
+
+
+class _Failure:
+    """The end of a task that stalled too often, as main stores it."""
+
+    def __init__(self, request: Any, max_stalls: int) -> None:
+        self._request = request
+        self._max_stalls = max_stalls
+        self._stored = False
+        started = request.time_start
+        self.age_seconds = utc_now().timestamp() - started if started else 0.0
+
+    def store(self, unfinished_starts: int) -> None:
+        """Store FAILURE, run errbacks, tell chord and chain; once, also when what follows is repeated."""
+        if self._stored:
+            return
+        request = self._request
+        exc = StalledTooOften(request.type, request.id, unfinished_starts, self._max_stalls)
+        request.task.backend.mark_as_failure(
+            request.id, exc, request=request._context, store_result=request.store_errors
+        )
+        self._stored = True
+        signals.task_failure.send(
+            sender=request.task,
+            task_id=request.id,
+            exception=exc,
+            args=request.args,
+            kwargs=request.kwargs,
+            traceback=None,
+            einfo=None,
+        )
+        logger.error("%s", exc)

@@ -1,0 +1,1 @@
+"""Worker sessions, and which deliveries each of them owns."""

@@ -1,0 +1,21 @@
+"""Signals of healing, in Celery's style: ``@task_stalled.connect``.
+
+Each is sent in the process that noticed, at least once, with ``sender`` the application and the keyword arguments
+``task_name``, ``task_id``, ``reason``, ``owner`` and ``age`` (seconds) besides those named here. Receivers must be
+quick: those of a worker's main process run in the thread that keeps its leases alive.
+"""
+
+from __future__ import annotations
+
+from celery.utils.dispatch import Signal
+
+__all__ = ("lease_lost", "task_recovered", "task_stalled")
+
+#: A start neither finished nor was handed over; ``unfinished_starts`` counts those of the task.
+task_stalled = Signal(name="task_stalled", providing_args={"unfinished_starts"})
+
+#: The message that a dead worker held is back in its queue; ``started`` tells whether its body had begun there.
+task_recovered = Signal(name="task_recovered", providing_args={"started"})
+
+#: Another start has taken the lease of a start that still runs here.
+lease_lost = Signal(name="lease_lost", providing_args=set())

@@ -1,0 +1,67 @@
+"""Events of healing: one event, one log line, one signal, one counter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskStalled:
+    """A start neither finished nor was handed over.
+
+    Attributes:
+        reason: Why we believe so: ``process died``, ``worker gone``, ``lease ran out``.
+        owner: Node name of the worker that ran it.
+        age_seconds: From its acquisition to its discovery.
+        unfinished_starts: How many starts of the task are unfinished now.
+    """
+
+    task_name: str
+    task_id: str
+    reason: str
+    owner: str
+    age_seconds: float
+    unfinished_starts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskRecovered:
+    """A message that a dead or forgetful worker held is back in its queue.
+
+    Attributes:
+        reason: ``process died``, ``worker gone``, ``forgotten``, ``visibility timeout``.
+        owner: Node name of the worker that held it.
+        age_seconds: From its receipt by that worker to its restoration; 0 where unknown.
+        started: Its body had begun there.
+    """
+
+    task_name: str
+    task_id: str
+    reason: str
+    owner: str
+    age_seconds: float
+    started: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseWasLost:
+    """Another start has taken the lease of a start that still runs here.
+
+    Attributes:
+        reason: ``taken over``.
+        owner: Node name of the worker that lost it.
+        age_seconds: How long the start has run.
+    """
+
+    task_name: str
+    task_id: str
+    reason: str
+    owner: str
+    age_seconds: float
+
+
+Event: TypeAlias = TaskStalled | TaskRecovered | LeaseWasLost
+Observer: TypeAlias = Callable[[Event], None]
+"""Called in the thread that noticed; must not raise."""
