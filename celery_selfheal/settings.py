@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -289,7 +288,7 @@ def _validated(values: Mapping[str, Any], written: Mapping[str, str]) -> dict[st
         raise SettingsError(
             f"{named('heartbeat_interval')} must be at most a third of {named('lease_ttl')}"
             f" ({_as_written(ttl)} seconds), got {_as_written(interval)}:"
-            f" lower it to {math.floor(ttl.total_seconds() / 3 * 1000) / 1000:g}"
+            f" lower it to {_as_written(ttl / 3 // _MILLISECOND * _MILLISECOND)}"
             f" or raise {named('lease_ttl')} to {_as_written(interval * 3)}",
             named("heartbeat_interval"),
         )

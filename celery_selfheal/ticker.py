@@ -22,6 +22,7 @@ class Step:
     """One agent's step and when it is due.
 
     Attributes:
+        run: ``True`` asks for another turn at once, after the other steps have had theirs.
         next_at: Monotonic seconds.
     """
 
@@ -93,8 +94,8 @@ class Ticker:
         """Run what is due; returns the seconds until the next step is."""
         for step in self._steps:
             if everything or step.next_at <= now:
-                self._run(step)
-                step.next_at = clock.monotonic() + step.interval.total_seconds()
+                again = self._run(step)
+                step.next_at = clock.monotonic() + (0.0 if again else step.interval.total_seconds())
         return max(0.0, min(step.next_at for step in self._steps) - clock.monotonic())
 
     def _loop(self) -> None:
@@ -108,12 +109,13 @@ class Ticker:
         self._run(self._farewell)
         self._stopped.put(None)
 
-    def _run(self, step: Step) -> None:
+    def _run(self, step: Step) -> bool:
         with self._fork_lock:
             try:
-                step.run()
+                return step.run() is True
             except Exception:  # the one place: an agent must outlive every error of its step
                 logger.exception("%s failed, and will be tried again", step.name)
+                return False
 
     def _before_fork(self) -> None:
         if os.getpid() == self._pid:

@@ -91,9 +91,7 @@ class Heartbeat:
         if emptied:
             self._take_again(starts, answer.renewals)
         return Beat(
-            lost=[
-                start for start, renewal in zip(starts, answer.renewals, strict=True) if renewal is Renewal.LOST
-            ],
+            lost=[start for start, renewal in zip(starts, answer.renewals, strict=True) if renewal is Renewal.LOST],
             forgotten=forgotten,
             session_lost=lost_session,
             emptied=emptied,
@@ -108,7 +106,8 @@ class Heartbeat:
         if self._together:
             return self._sessions.beat(self.session, join=not self._joined, starts=starts, tags=tags)
         answer = self._sessions.beat(self.session, join=not self._joined, tags=tags)
-        renewals = self._leases.renew(starts) if starts else []
+        # Asked even for nothing: a lease store that is away must stop the fetching.
+        renewals = self._leases.renew(starts)
         return BeatAnswer(
             standing=answer.standing, epoch=answer.epoch, renewals=renewals, unknown_tags=answer.unknown_tags
         )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Protocol
 
-from celery_selfheal import witness
+from celery_selfheal import clock, witness
 from celery_selfheal.agents.envelope import Envelope
 from celery_selfheal.leases.port import LeaseStore, Stall
 from celery_selfheal.sessions.port import Delivery, DeliveryStore, Peer, Session, SessionStore
 from celery_selfheal.telemetry.events import Observer, TaskRecovered, TaskStalled
 
-BATCH_SIZE = 100  # sessions or leases a sweep looks at: one sweep stays well under a second on a small server
-MAX_SWEEPS_IN_A_ROW = 50  # and then lets the heartbeat have its turn
+BATCH_SIZE = 100  # sessions or leases asked for at a time: no call holds a small server up
+MAX_STALLS_A_SWEEP = 2_000
+MAX_RESTORES_A_SWEEP = 2_000  # about half a second: then the heartbeat of this worker has its turn
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +26,8 @@ class SweepReport:
     stalls: int = 0
     restored: int = 0
     led: bool = False
+    unfinished: bool = False
+    """There is more to do at once."""
 
     def __bool__(self) -> bool:
         return bool(self.sessions or self.stalls or self.restored)
@@ -97,45 +99,50 @@ class Reaper:
         if self._deliveries is not None:
             owned = self._deliveries.owned(peer.name)
             # Newest first: each goes to the end that is taken next, so the oldest ends up in front.
-            for delivery in sorted(owned, key=lambda delivery: delivery.received_us, reverse=True):
-                self._restore(delivery, peer, stalled, newest_us=owned[-1].received_us, report=report)
+            newest = list(reversed(owned))[:MAX_RESTORES_A_SWEEP]
+            self._restore(newest, peer, {stall.task_id: stall for stall in stalled}, report)
+            report.unfinished |= len(owned) > len(newest)
         host = peer.identity.host if peer.identity else ""
         if self._sessions.bury(peer.name, host=host):
             report.sessions += 1
 
     def _restore(
-        self, delivery: Delivery, peer: Peer, stalled: Sequence[Stall], *, newest_us: int, report: SweepReport
+        self, deliveries: Sequence[Delivery], peer: Peer, stalled: Mapping[str, Stall], report: SweepReport
     ) -> None:
         if self._deliveries is None:
             return
-        envelope = Envelope.decode(delivery.message)
-        stall = next((stall for stall in stalled if stall.task_id == envelope.task_id), None)
-        moved = self._deliveries.settle(
-            delivery,
-            session=peer.name,
-            message=envelope.restored(counted=True, started=stall is not None),
-            dead=True,
-            front=True,
-        )
-        if moved:
-            report.restored += 1
-            self._tell(
-                TaskRecovered(
-                    task_name=envelope.task_name,
-                    task_id=envelope.task_id,
-                    reason="worker gone",
-                    owner=peer.node,
-                    age_seconds=stall.age_seconds if stall else (newest_us - delivery.received_us) / 1e6,
-                    started=stall is not None,
-                )
+        now_us = clock.utc_now().timestamp() * 1e6
+        for page in (deliveries[n : n + BATCH_SIZE] for n in range(0, len(deliveries), BATCH_SIZE)):
+            envelopes = [Envelope.decode(delivery.message) for delivery in page]
+            moved = self._deliveries.settle_all(
+                [
+                    (delivery, envelope.restored(counted=True, started=envelope.task_id in stalled))
+                    for delivery, envelope in zip(page, envelopes, strict=True)
+                ],
+                session=peer.name,
+                dead=True,
+                front=True,
             )
+            for delivery, envelope, is_moved in zip(page, envelopes, moved, strict=True):
+                if is_moved:
+                    report.restored += 1
+                    self._tell(
+                        TaskRecovered(
+                            task_name=envelope.task_name,
+                            task_id=envelope.task_id,
+                            reason="worker gone",
+                            owner=peer.node,
+                            age_seconds=max(0.0, now_us - delivery.received_us) / 1e6,
+                            started=envelope.task_id in stalled,
+                        )
+                    )
 
     def _heal_expired_leases(self, report: SweepReport) -> None:
         self._expire(None, reason="lease ran out", report=report)
 
     def _expire(self, session: str | None, *, reason: str, report: SweepReport) -> list[Stall]:
         found: list[Stall] = []
-        for _ in itertools.repeat(None, MAX_SWEEPS_IN_A_ROW):
+        while len(found) < MAX_STALLS_A_SWEEP:
             page = self._leases.expire(session=session, limit=BATCH_SIZE)
             found += page
             for stall in page:

@@ -83,9 +83,7 @@ class MemoryLeaseStore:
                 holder.start.token == predecessor if holder else predecessor in task.journal
             )
             if holder and not follows:
-                return Busy(
-                    remaining=timedelta(seconds=holder.expires - self._clock()), attempt=holder.start.attempt
-                )
+                return Busy(remaining=timedelta(seconds=holder.expires - self._clock()), attempt=holder.start.attempt)
             overtaken = None
             if follows:
                 task.journal.clear()
@@ -149,7 +147,7 @@ class MemoryLeaseStore:
     def expire(self, *, session: str | None, limit: int) -> list[Stall]:
         """See ``LeaseStore.expire``."""
         with self._lock:
-            stalls = []
+            stalls: list[Stall] = []
             for task_id, task in self._tasks.items():
                 start = task.inflight
                 if start is None or len(stalls) >= limit:

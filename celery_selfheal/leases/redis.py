@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import redis
 
@@ -66,7 +67,7 @@ class RedisLeaseStore:
         address: str,
         unacked: UnackedKeys | None = None,
     ) -> None:
-        self._client = client
+        self._client: Any = client  # its types differ between the versions of redis-py that we support
         self._keys = keys
         self._ttl_ms = milliseconds(ttl)
         self._max_stalls = max_stalls

@@ -8,8 +8,11 @@ from importlib import resources
 from typing import Any
 
 import redis
+from redis.exceptions import NoScriptError
 
 from celery_selfheal.errors import StoreError
+
+__all__ = ("NoScriptError", "Script", "ScriptArgument", "answering", "source", "text")
 
 ScriptArgument = str | int | bytes
 
@@ -37,6 +40,7 @@ class Script:
     """One Lua script on one client: ``EVALSHA``, and ``SCRIPT LOAD`` where the server has forgotten it."""
 
     def __init__(self, client: redis.Redis, package: str, name: str, *, address: str) -> None:
+        self._client = client
         self._script = client.register_script(source(package, name))
         self._name = name
         self._address = address
@@ -49,6 +53,17 @@ class Script:
         """
         with answering(self._address, self._name):
             return self._script(keys=list(keys), args=list(arguments))
+
+    def each(self, calls: Sequence[tuple[Sequence[str], Sequence[ScriptArgument]]]) -> list[Any]:
+        """Run it once for each pair of keys and arguments, each by itself, in one round trip.
+
+        Raises:
+            StoreError: Redis did not answer, or refused one of them; each of the others has run or not.
+        """
+        with answering(self._address, self._name), self._client.pipeline(transaction=False) as pipe:
+            for keys, arguments in calls:
+                self._script(keys=list(keys), args=list(arguments), client=pipe)
+            return list(pipe.execute())
 
     @property
     def sha(self) -> str:

@@ -16,8 +16,7 @@ _VOICES = {
     TaskStalled: (
         logging.WARNING,
         signals.task_stalled,
-        "task stalled: %(task_name)s[%(task_id)s] on %(owner)s after %(age_seconds).1f s: %(reason)s;"
-        " unfinished starts: %(unfinished_starts)d",
+        "task stalled: %(task_name)s[%(task_id)s] on %(owner)s after %(age_seconds).1f s: %(reason)s",
     ),
     TaskRecovered: (
         logging.WARNING,

@@ -37,7 +37,8 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         worker = plugin_of(self._app).worker
         if worker is None or self.start is None or not self._is_loss(exc_info):
             return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
-        if self._stored_success():
+        if self._stored_success() or not self.task.acks_late:
+            self._ended(state="failure")
             return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
         state.task_ready(self)
         worker.child_died(self)
@@ -56,6 +57,12 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         if terminated:
             self._ended(state="revoked")
 
+    def _announce_cancelled(self, emit_retry: bool = True) -> None:
+        super()._announce_cancelled(emit_retry=emit_retry)
+        worker = plugin_of(self._app).worker
+        if worker is not None and self.start is not None and self.task.acks_late:
+            worker.cancelled(self.start)
+
     def _ended(self, *, state: str) -> None:
         worker = plugin_of(self._app).worker
         if worker is not None and self.start is not None:
@@ -68,7 +75,7 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         if self._already_cancelled or self._already_revoked:
             return False
         # Billiard 4.3 and later report an exit of the child as what it raised.
-        return isinstance(exc, (WorkerLostError, SystemExit, KeyboardInterrupt)) and bool(self.task.acks_late)
+        return isinstance(exc, (WorkerLostError, SystemExit, KeyboardInterrupt))
 
     def _stored_success(self) -> bool:
         # Celery 5.7 asks the backend; before, a child lost after its result was stored runs again.

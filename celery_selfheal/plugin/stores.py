@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-import redis
 from celery import Celery
 
 from celery_selfheal.agents.envelope import Envelope
@@ -83,7 +82,7 @@ def broker_address(app: Celery) -> Address | None:
     return Address(url=url, ssl=app.conf.broker_use_ssl, setting=setting)
 
 
-def open_client(address: Address, *, ttl: timedelta) -> redis.Redis:
+def open_client(address: Address, *, ttl: timedelta) -> Any:
     """A client that gives up before a lease runs out. Connects on first use."""
     timeout = ttl.total_seconds() / 3
     return make_client(address.url, ssl=address.ssl, timeout=timeout, setting=address.setting)

@@ -8,13 +8,14 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from time import sleep
 from typing import Any
 
 from celery import Celery, Task, states
 from celery.exceptions import Ignore, Reject
 
 from celery_selfheal.agents.envelope import Envelope
-from celery_selfheal.clock import jitter, utc_now
+from celery_selfheal.clock import jitter, monotonic, utc_now
 from celery_selfheal.errors import StalledTooOften, StoreError
 from celery_selfheal.leases.port import (
     Acquired,
@@ -23,6 +24,7 @@ from celery_selfheal.leases.port import (
     Lease,
     LeaseStore,
     NotMine,
+    Outcome,
     StalledOut,
     Start,
 )
@@ -38,6 +40,9 @@ CONTEXT_KEY = "selfheal"
 """Where the main process puts what it knows of the start, inside the request's properties."""
 
 SUCCESSOR_PATIENCE = timedelta(milliseconds=500)  # the holder is another attempt of the id, about to release
+
+
+STORE_PAUSE_SECONDS = (0.1, 0.5)  # between two tries of a store that is away
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +148,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
 
     def _enter(self, plugin: Plugin, start: Start, leases: LeaseStore) -> None:
         """Take the lease, or leave by Celery's ways."""
-        try:
-            outcome = leases.acquire(start)
-        except StoreError as exc:
-            logger.warning("%s[%s] is handed back: %s", self.name, start.task_id, exc)
-            raise Reject(str(exc), requeue=True) from exc
+        outcome = self._acquire(leases, start, patience=plugin.settings.lease_ttl)
         if isinstance(outcome, (Acquired, StalledOut)):
             self.request.selfheal_running = _Running(start, outcome.lease, leases)
         if isinstance(outcome, Acquired):
@@ -164,6 +165,18 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             raise Ignore("a copy of this message was finished")
         elif isinstance(outcome, NotMine):
             raise Ignore("the message was given to another worker")
+
+    def _acquire(self, leases: LeaseStore, start: Start, *, patience: timedelta) -> Outcome:
+        """Try for one TTL; then the message goes back uncounted, and the worker takes none until the store answers."""
+        give_up_at = monotonic() + patience.total_seconds()
+        while True:
+            try:
+                return leases.acquire(start)
+            except StoreError as exc:
+                if monotonic() >= give_up_at:
+                    logger.warning("%s[%s] is handed back: %s", self.name, start.task_id, exc)
+                    raise Reject(str(exc), requeue=True) from exc
+                sleep(jitter().uniform(*STORE_PAUSE_SECONDS))
 
     def _park(self, plugin: Plugin, start: Start, busy: Busy) -> None:
         """Replace the delivery by a copy that comes back when the lease may have run out."""

@@ -108,7 +108,7 @@ class Worker:
         attempt = f"{request.type}:{headers.get('retries') or 0}"
         token = uuid.uuid4().hex
         time_limit = (request.time_limits or (None, None))[0] or request.task.time_limit
-        limit = self._settings.max_runtime
+        limit = getattr(request.task, "max_runtime", None) or self._settings.max_runtime
         start = Start(
             task_id=request.id,
             task_name=request.type,
@@ -120,7 +120,7 @@ class Worker:
             tag=tag if session and request.task.acks_late else None,
             node=self._node,
             pid=os.getpid(),
-            deadline_seconds=limit.total_seconds() if limit else time_limit,
+            deadline_seconds=limit.total_seconds() if isinstance(limit, timedelta) else limit or time_limit,
         )
         # A copy: what is put into the shared dictionary would travel on into retries.
         properties = dict(headers.get("properties") or {})
@@ -149,11 +149,18 @@ class Worker:
         failure = _Failure(request, self._settings.max_stalls)
         self._later(lambda: self._heal_child(start, failure, handed_over=stopping), tag=start.tag)
 
+    def cancelled(self, start: Start) -> None:
+        """Celery itself ended the start, at a shutdown or after a lost connection: a hand-over, never a stall."""
+
+        def hand_back() -> None:
+            self._release(start, ended=False, marker=False, state="handed-over")
+            self._give_back(start, reason="cancelled")
+
+        self._later(hand_back, tag=start.tag)
+
     def ended_from_outside(self, start: Start, *, state: str) -> None:
         """Main ended the start (time limit, revocation): give its lease back."""
-        self._later(
-            lambda: self._release(start, ended=True, marker=True, state=state), tag=None
-        )
+        self._later(lambda: self._release(start, ended=True, marker=True, state=state), tag=None)
 
     def acknowledge_later(self, tag: str) -> None:
         """An acknowledgement did not go through: repeat it until it does."""
@@ -211,7 +218,7 @@ class Worker:
             self._pending[0]()
             self._pending.popleft()
 
-    def _sweep(self) -> None:
+    def _sweep(self) -> bool:
         report = self._reaper.sweep()
         if report:
             logger.info(
@@ -220,6 +227,7 @@ class Worker:
                 report.stalls,
                 report.restored,
             )
+        return report.unfinished
 
     def _farewell(self) -> None:
         self._settle()
@@ -337,12 +345,13 @@ class Worker:
             )
         )
 
-    def _answering(self, step: Callable[[], None]) -> Callable[[], None]:
+    def _answering(self, step: Callable[[], bool | None]) -> Callable[[], bool]:
         """No answer is no loss: say it once, and go on when the store is back."""
 
-        def run() -> None:
+        def run() -> bool:
+            again = False
             try:
-                step()
+                again = step() is True
             except StoreError as exc:
                 if self._answered:
                     logger.warning("the store does not answer; what is held stays held: %s", exc)
@@ -351,6 +360,7 @@ class Worker:
                 if not self._answered:
                     logger.warning("the store answers again")
                 self._answered = True
+            return again
 
         return run
 

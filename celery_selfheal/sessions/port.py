@@ -135,7 +135,7 @@ class DeliveryStore(Protocol):
         """All that the session has taken and not settled, in order of receipt."""
 
     def settle(self, delivery: Delivery, *, session: str, message: bytes, dead: bool, front: bool) -> bool:
-        """Replace the delivery by ``message`` in its list.
+        """Replace the delivery by ``message`` in its list, in one step.
 
         Args:
             dead: Refuse while the session lives. Else its owner itself asks.
@@ -144,3 +144,8 @@ class DeliveryStore(Protocol):
         Returns:
             ``False`` when it was settled already, or its owner lives.
         """
+
+    def settle_all(
+        self, moves: Sequence[tuple[Delivery, bytes]], *, session: str, dead: bool, front: bool
+    ) -> list[bool]:
+        """``settle`` each, one step each, in one round trip."""

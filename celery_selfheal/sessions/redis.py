@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from typing import Any
 
 import redis
 
 from celery_selfheal.keys import Keys
 from celery_selfheal.leases.port import Renewal, Start
-from celery_selfheal.leases.redis import UnackedKeys, milliseconds, renewal_call
 from celery_selfheal.leases.redis import PACKAGE as LEASES
+from celery_selfheal.leases.redis import UnackedKeys, milliseconds, renewal_call
 from celery_selfheal.leases.scripts import Script, answering, text
 from celery_selfheal.sessions.port import BeatAnswer, Census, Delivery, Peer, Session, Standing
 
@@ -68,9 +69,7 @@ class RedisSessionStore:
             [session.name if session else "", lead_ms, limit],
         )
         lead, expired, *rest = reply
-        peers = [
-            Peer(name=text(name), about=text(about)) for name, about in zip(rest[::2], rest[1::2], strict=True)
-        ]
+        peers = [Peer(name=text(name), about=text(about)) for name, about in zip(rest[::2], rest[1::2], strict=True)]
         neighbours = peers[expired:] if session and session.host else []
         return Census(lead=bool(lead), expired=peers[:expired], neighbours=neighbours)
 
@@ -96,7 +95,7 @@ class RedisDeliveryStore:
     """``DeliveryStore`` on the broker's Redis server."""
 
     def __init__(self, client: redis.Redis, keys: Keys, *, unacked: UnackedKeys, address: str) -> None:
-        self._client = client
+        self._client: Any = client  # its types differ between the versions of redis-py that we support
         self._keys = keys
         self._unacked = unacked
         self._address = address
@@ -119,17 +118,30 @@ class RedisDeliveryStore:
 
     def settle(self, delivery: Delivery, *, session: str, message: bytes, dead: bool, front: bool) -> bool:
         """See ``DeliveryStore.settle``."""
-        moved = self._settle(
-            [
-                self._keys.session(session),
-                self._keys.owned(session),
-                self._unacked.unacked,
-                self._unacked.index,
-                delivery.list_key,
-            ],
-            [delivery.tag, "dead" if dead else "mine", "front" if front else "back", message],
-        )
-        return bool(moved == 1)
+        return self.settle_all([(delivery, message)], session=session, dead=dead, front=front)[0]
+
+    def settle_all(
+        self, moves: Sequence[tuple[Delivery, bytes]], *, session: str, dead: bool, front: bool
+    ) -> list[bool]:
+        """See ``DeliveryStore.settle_all``."""
+        return [
+            moved == 1
+            for moved in self._settle.each(
+                [
+                    (
+                        [
+                            self._keys.session(session),
+                            self._keys.owned(session),
+                            self._unacked.unacked,
+                            self._unacked.index,
+                            delivery.list_key,
+                        ],
+                        [delivery.tag, "dead" if dead else "mine", "front" if front else "back", message],
+                    )
+                    for delivery, message in moves
+                ]
+            )
+        ]
 
     def acknowledge(self, tag: str, *, session: str) -> None:
         """The delivery is done. A repeat changes nothing."""
@@ -171,9 +183,7 @@ class RedisDeliveryStore:
         for tag, entry in zip(tags, entries, strict=True):
             received, list_key = text(records[tag]).split(" ", 1)
             deliveries.append(
-                Delivery(
-                    tag=text(tag), received_us=int(received), list_key=list_key, message=message_of(entry or b"")
-                )
+                Delivery(tag=text(tag), received_us=int(received), list_key=list_key, message=message_of(entry or b""))
             )
         return sorted(deliveries, key=lambda delivery: delivery.received_us)
 

@@ -23,7 +23,7 @@ ONE_OF_EACH = [
     errors.InDoubt("shop.pay", "payment:7"),
     errors.LeaseLost("id-1", 12),
 ]
-every_error = pytest.mark.parametrize("error", ONE_OF_EACH, ids=lambda error: type(error).__name__)
+every_error = pytest.mark.parametrize("error", ONE_OF_EACH, ids=repr)
 
 
 def _classes() -> set[type]:

@@ -13,12 +13,10 @@ from time import sleep
 from types import MethodType
 from typing import Any
 
-import redis
-
 from celery_selfheal.clock import monotonic
 from celery_selfheal.errors import StoreError
 from celery_selfheal.keys import Keys, delivery_tag, session_of_tag
-from celery_selfheal.leases.scripts import source
+from celery_selfheal.leases.scripts import NoScriptError, source
 from celery_selfheal.plugin.brokers.layout import RedisLayout
 from celery_selfheal.plugin.worker import Worker
 from celery_selfheal.sessions.redis import RedisDeliveryStore
@@ -129,16 +127,14 @@ class ReliableFetch:
         channel._in_poll = connection
         channel._brpop_sent_at = monotonic()
         self._asked = (tag, [queue for queue, _ in lists])
-        connection.send_command(
-            "EVALSHA", self._sha, len(keys), *keys, tag, *(json.dumps(queue) for queue, _ in lists)
-        )
+        connection.send_command("EVALSHA", self._sha, len(keys), *keys, tag, *(json.dumps(queue) for queue, _ in lists))
 
     def _read(self, **options: Any) -> bool:
         channel = self._channel
         asked, self._asked = self._asked, None
         try:
             reply = channel.client.parse_response(channel.client.connection, "EVALSHA", **options)
-        except redis.exceptions.NoScriptError:
+        except NoScriptError:
             # The server was restarted or its scripts were flushed: nothing was taken.
             self._sha = self._load()
             raise Empty from None
@@ -233,9 +229,7 @@ class ReliableFetch:
         self._forget(tag)
         try:
             for delivery in self._deliveries.named(session, [tag]):
-                self._deliveries.settle(
-                    delivery, session=session, message=delivery.message, dead=False, front=False
-                )
+                self._deliveries.settle(delivery, session=session, message=delivery.message, dead=False, front=False)
         except StoreError as exc:
             logger.warning("a rejected message will be requeued later: %s", exc)
             self._worker.hand_over_later([tag])

@@ -10,8 +10,10 @@ from typing import Any
 import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
+from celery_selfheal import witness
 from celery_selfheal.errors import SelfHealError, StoreError
 from celery_selfheal.plugin.install import plugin_of, reaper_of
+from celery_selfheal.sessions.port import Session
 
 
 @click.group(name="selfheal")
@@ -24,7 +26,7 @@ def selfheal() -> None:
 @click.option("--interval", type=click.FloatRange(min=0.1), help="Seconds between sweeps [selfheal_reaper_interval].")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output (one a sweep with --loop).")
 @click.pass_context
-@handle_preload_options
+@handle_preload_options  # type: ignore[untyped-decorator]  # Celery is untyped
 def reap(ctx: Any, loop: bool, interval: float | None, as_json: bool) -> None:
     """Restore what dead workers hold, now.
 
@@ -33,7 +35,9 @@ def reap(ctx: Any, loop: bool, interval: float | None, as_json: bool) -> None:
     app = ctx.obj.app
     try:
         plugin = plugin_of(app)
-        reaper = reaper_of(plugin, plugin.stores, lambda: None)
+        # No session of its own: it leads each sweep, and asks this machine's kernel like a worker.
+        me = Session(name="", node="", identity=witness.identify())
+        reaper = reaper_of(plugin, plugin.stores, lambda: me)
         pause = interval or plugin.settings.reaper_interval.total_seconds()
         stop = _stopped_by_signals() if loop else threading.Event()
         while True:
