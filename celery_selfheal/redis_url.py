@@ -113,8 +113,10 @@ def connection_kwargs(
         kwargs.update({name: value for name, value in target.login.items() if value})
     if target.protocol is not None:
         kwargs["protocol"] = target.protocol
-    kwargs.update(tls)
-    return kwargs
+    if tls:
+        # Said aloud, since older releases of redis-py check no host name by default.
+        tls["ssl_check_hostname"] = tls.get("ssl_cert_reqs") != "none" and tls.get("ssl_check_hostname", True)
+    return {**kwargs, **tls}
 
 
 def make_client(
@@ -148,6 +150,8 @@ def make_client(
         "health_check_interval": 0,
         "decode_responses": False,
         "retry": retry if retry is not None else Retry(NoBackoff(), 1),
+        # Older releases of redis-py repeat nothing that is not named here.
+        "retry_on_error": [redis.ConnectionError, redis.TimeoutError],
         "client_name": CLIENT_NAME,
         "max_connections": MAX_CONNECTIONS,
     }

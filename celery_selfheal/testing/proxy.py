@@ -7,7 +7,6 @@ import socket
 import struct
 import threading
 from collections.abc import Coroutine
-from types import TracebackType
 from typing import TypeVar
 
 from celery_selfheal.testing.servers import HOST, free_port
@@ -68,7 +67,7 @@ class TcpProxy:
         """Reset (RST) every open connection, towards both ends; new ones may come."""
         self._run(self._cut())
 
-    def refuse(self, on: bool = True) -> None:  # noqa: FBT001, FBT002
+    def refuse(self, on: bool = True) -> None:
         """Reset new connections at once, or no more. Open ones are not touched."""
         self._is_refusing = on
 
@@ -87,16 +86,14 @@ class TcpProxy:
         self._request_to_drop = request
         self._replies_to_drop = n
 
-    def half_open(self, on: bool = True) -> None:  # noqa: FBT001, FBT002
+    def half_open(self, on: bool = True) -> None:
         """Keep all connections, and take new ones, but forward nothing; when it ends, what was sent meanwhile flows."""
         self._run(self._set_flowing(not on))
 
     def __enter__(self) -> TcpProxy:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     def _run(self, command: Coroutine[object, object, _T]) -> _T:
@@ -117,6 +114,7 @@ class TcpProxy:
     async def _cut(self) -> None:
         for link in self._links:
             link.reset()
+        self._links.clear()
         await asyncio.sleep(0)  # sockets are closed at the loop's next turn
 
     async def _shut_down(self) -> None:
@@ -157,19 +155,18 @@ class TcpProxy:
             if self._delay_seconds:
                 await asyncio.sleep(self._delay_seconds)
             await self._flowing.wait()
-            if not is_reply:
-                link.request += chunk
-            elif self._is_to_drop(link):
+            if is_reply and self._is_to_drop(link):
                 self.replies_dropped += 1
                 link.reset()
                 return
-            else:
+            if is_reply:
                 link.request = b""
+            elif self._replies_to_drop:
+                link.request += chunk
             writer.write(chunk)
             await writer.drain()
         await self._flowing.wait()
-        if not writer.is_closing():
-            writer.write_eof()
+        writer.write_eof()
 
     def _is_to_drop(self, link: _Link) -> bool:
         if not self._replies_to_drop or self._request_to_drop not in link.request:
@@ -179,19 +176,22 @@ class TcpProxy:
 
 
 class _Link:
-    """One connection through the proxy.
+    """One connection through the proxy, made in the task that serves it.
 
     Attributes:
-        request: What the client sent since the last reply.
+        request: What the client sent since the last reply, while a reply is to be dropped.
     """
 
     def __init__(self, *writers: asyncio.StreamWriter) -> None:
         self.request = b""
         self._writers = writers
+        self._task = asyncio.current_task()
 
     def reset(self) -> None:
         for writer in self._writers:
             _reset(writer)
+        if self._task is not None:
+            self._task.cancel()  # it may be holding something back
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

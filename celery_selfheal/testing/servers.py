@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
@@ -208,9 +207,7 @@ class RedisServer:
     def __enter__(self) -> RedisServer:
         return self.start()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     @property
@@ -253,7 +250,7 @@ class RedisServer:
             return not troubles or self._has_died()
 
         if not processes.wait_until(is_settled, seconds=START_SECONDS) or troubles:
-            words = "" if self._external_url else f"; its last words:{processes.tail(self._home / "server.log")}"
+            words = "" if self._external_url else f"; its last words:{processes.tail(self._home / 'server.log')}"
             raise StoreError(redis_url.without_password(self.url()), f"{troubles[0]}{words}")
 
     def _find_trouble(self) -> str:

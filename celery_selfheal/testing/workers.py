@@ -10,7 +10,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from celery_selfheal.testing import processes
 
@@ -125,15 +124,15 @@ class WorkerProcess:
             TimeoutError: it did not come in time; with the end of the log.
         """
         line: str | None = None
-        sizes = [-1]
+        size_read = -1
 
         def is_settled() -> bool:
-            nonlocal line
+            nonlocal line, size_read
             # Read before the log: what a worker writes just before its end still counts.
             is_over = not self.alive
             size = self._log_size()
-            if size != sizes[-1]:
-                sizes.append(size)
+            if size != size_read or is_over:
+                size_read = size
                 line = _find_line(text, self.log_text()[after:], is_over=is_over)
             return line is not None or is_over
 
@@ -162,7 +161,10 @@ class WorkerProcess:
             self._wait_killed()
 
     def kill_main(self) -> None:
-        """SIGKILL to the main process only; when this returns, it is gone. On Linux, Celery lets prefork children follow."""
+        """SIGKILL to the main process only; when this returns, it is gone.
+
+        On Linux prefork children follow by themselves: Celery has asked the kernel for it.
+        """
         self._signal_main(signal.SIGKILL)
         if self._pid_namespace and self.alive:
             # Its starter ends with it, unless it was paused.
@@ -202,6 +204,8 @@ class WorkerProcess:
     def wait(self, timeout: float) -> int:
         """Wait for its end and return the exit status, which is negative if a signal ended it.
 
+        From a pid namespace it comes by way of ``unshare``, which makes a 1 of SIGKILL.
+
         Raises:
             TimeoutError: it still runs after so many seconds; with the end of its log.
         """
@@ -234,9 +238,7 @@ class WorkerProcess:
             raise
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         self.stop()
 
     def _started(self) -> subprocess.Popen[bytes]:

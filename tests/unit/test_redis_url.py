@@ -9,6 +9,7 @@ import socket
 import ssl
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -40,6 +41,7 @@ def unix(path: str = "/run/redis.sock", db: int = 0, **more: object) -> dict[str
 
 
 def tls(host: str = "cache", port: int = 6379, db: int = 0, **more: object) -> dict[str, object]:
+    more.setdefault("ssl_check_hostname", more.get("ssl_cert_reqs") != "none")
     return tcp(host, port, db, ssl=True, **more)
 
 
@@ -165,7 +167,7 @@ def test_the_others_mean_the_same_server_by_it(url: str, world: str) -> None:
     ours = connection_kwargs(url)
 
     asked = ("host", "port", "db", "unix_socket_path", "username", "password")
-    asked += ("ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_check_hostname")
+    asked += ("ssl_cert_reqs", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
     assert {name: theirs.get(name) for name in asked} == {name: ours.get(name) for name in asked}
 
 
@@ -287,28 +289,35 @@ def test_a_credential_provider_takes_the_place_of_user_and_password(monkeypatch:
 
 
 class TestClient:
-    def test_it_waits_briefly_and_repeats_once(self) -> None:
-        client = make_client("redis://cache/3", timeout=1.5)
+    def test_it_has_its_own_tuning_whatever_the_url_says(self) -> None:
+        client = make_client("redis://cache/3?socket_timeout=60&client_name=x&decode_responses=yes", timeout=1.5)
 
         kwargs = client.connection_pool.connection_kwargs
         assert kwargs["socket_timeout"] == 1.5
         assert kwargs["socket_connect_timeout"] == 1.5
         assert kwargs["health_check_interval"] == 0
         assert kwargs["client_name"] == "selfheal"
-        assert kwargs["retry"] == Retry(NoBackoff(), 1)
         assert client.connection_pool.max_connections == 1000
         assert client.get_encoder().decode_responses is False
 
     def test_the_caller_has_the_last_word(self) -> None:
-        never = Retry(NoBackoff(), 0)
+        client = make_client("redis://cache/3", timeout=1.5, client_name="probe", max_connections=2)
 
-        client = make_client("redis://cache/3", timeout=1.5, retry=never, client_name="probe", max_connections=2)
-
-        assert client.connection_pool.connection_kwargs["retry"] == never
         assert client.connection_pool.connection_kwargs["client_name"] == "probe"
         assert client.connection_pool.max_connections == 2
 
-    def test_a_server_that_does_not_answer_costs_the_timeout_and_one_repetition(self) -> None:
+    @pytest.mark.parametrize(("retry", "attempts"), [(None, 2), (Retry(NoBackoff(), 0), 1), (Retry(NoBackoff(), 3), 4)])
+    def test_a_broken_connection_is_repeated_as_often_as_asked(self, retry: Retry | None, attempts: int) -> None:
+        """By default once: that covers a connection which the server closed while it was idle."""
+        with HangingUp() as server:
+            client = make_client(server.url, timeout=5, retry=retry, protocol=2)
+
+            with pytest.raises(redis.ConnectionError):
+                client.ping()
+
+            assert server.pings == attempts
+
+    def test_a_server_that_does_not_answer_costs_the_timeout_for_each_attempt(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             client = make_client(f"redis://127.0.0.1:{silent.getsockname()[1]}", timeout=0.2)
             started = time.monotonic()
@@ -316,7 +325,37 @@ class TestClient:
             with pytest.raises(redis.TimeoutError):
                 client.ping()
 
-        assert 0.4 <= time.monotonic() - started < 5
+        assert 0.2 <= time.monotonic() - started < 5
+
+
+class HangingUp:
+    """A server that lets a client in and closes the connection instead of answering PING."""
+
+    def __init__(self) -> None:
+        self.pings = 0
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self.url = f"redis://127.0.0.1:{self._socket.getsockname()[1]}"
+
+    def __enter__(self) -> HangingUp:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                connection, _ = self._socket.accept()
+            except OSError:
+                return
+            with connection:
+                while (text := connection.recv(4096)) and b"PING" not in text:
+                    connection.sendall(b"+OK\r\n" * text.count(b"*"))
+                self.pings += b"PING" in text
 
 
 class TestMask:

@@ -176,6 +176,9 @@ class TestSpelling:
 
         assert "did you mean selfheal_sessionmaker?" in str(refusal(selfheal_sesionmaker=Maker()))
 
+    def test_a_value_made_of_our_own_classes_is_no_excuse_for_a_wrong_name(self) -> None:
+        assert "unknown setting selfheal_settings" in str(refusal(selfheal_settings=SelfHealSettings()))
+
 
 class TestCelery:
     """Against what ``app.conf`` of the installed Celery lists, which is its own matter."""

@@ -180,7 +180,7 @@ def test_a_process_of_another_machine_is_not_judged(spawn: Spawn) -> None:
     assert is_gone(elsewhere) is None
 
 
-@pytest.mark.parametrize("pid", [0, -1])
+@pytest.mark.parametrize("pid", [0, -1, -(2**30)])
 def test_a_number_that_means_a_group_of_processes_is_not_judged(pid: int) -> None:
     here = identify()
     assert here is not None
@@ -245,6 +245,7 @@ class TestDoubt:
         assert is_gone(identity) is None
 
     def test_a_proc_that_knows_this_process_by_another_pid_is_no_witness(self, proc: Path) -> None:
+        (proc / "1").symlink_to(f"/proc/{os.getpid()}")
         (proc / "self").unlink()
         (proc / "self").symlink_to("1")
 

@@ -1,0 +1,222 @@
+"""The verdict: decided from what was seen, by pure functions."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from example_project.evidence import Booked, Started
+from example_project.orders import Order, in_words, total
+
+ALLOWED_STARTS = 3  # selfheal_max_stalls is 2: a task that kills its process is recovered twice
+ANSWER_MS = 1000  # a body that has ended is not over before its result is stored, a second later at most
+
+
+@dataclass(frozen=True, kw_only=True)
+class Strike:
+    """What was done to a worker, and when: after ``until_ms`` nothing that it hit runs any more.
+
+    Attributes:
+        pid: The one process that was hit; ``None`` if the whole worker was.
+    """
+
+    what: str
+    worker: str
+    pid: int | None
+    from_ms: int
+    until_ms: int
+
+    def hit(self, start: Started, *, grace_ms: int = 0) -> bool:
+        """Whether it met a start that was not over, or not for longer than ``grace_ms``."""
+        if start.worker != self.worker or self.pid not in (None, start.pid) or start.started_ms > self.until_ms:
+            return False
+        return start.ended_ms is None or start.ended_ms > self.until_ms - grace_ms
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a strike was healed: tasks that were held, those not restarted yet, seconds until the last of them was."""
+
+    held: int
+    missing: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Everything that the verdict stands on.
+
+    Attributes:
+        receipts: Numbers of orders whose receipt is written and says the right thing.
+        day_total: Result of the chord, cents by currency; ``None`` while it waits.
+        recovered: Ids of tasks that each strike's worker held, by the logs of those that took them.
+        poison_outcome: State of the poison task, and what it failed with.
+        left_over: Messages that nobody has settled.
+        own_deaths: Workers that ended although nobody ended them.
+    """
+
+    orders: Sequence[Order]
+    bookings: Sequence[Booked]
+    receipts: Collection[str]
+    starts: Sequence[Started]
+    strikes: Sequence[Strike]
+    recovered: Sequence[Collection[str]]
+    day_total: Mapping[str, int] | None
+    poison_id: str
+    poison_outcome: str
+    left_over: int
+    own_deaths: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the verdict: ``key`` and ``value`` for programs, the texts for people."""
+
+    key: str
+    value: Any
+    label: str
+    found: str
+    rule: str
+    is_right: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the run has shown."""
+
+    lines: list[Line] = field(default_factory=list)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing was lost, stuck, doubled or wrong."""
+        return all(line.is_right for line in self.lines)
+
+    def as_document(self) -> dict[str, Any]:
+        """The verdict for programs."""
+        wrong = [line.key for line in self.lines if not line.is_right]
+        return {"ok": self.is_right, "wrong": wrong, **{line.key: line.value for line in self.lines}}
+
+
+def recovery(strike: Strike, starts: Sequence[Started], recovered: Collection[str]) -> Recovery:
+    """What a strike has hit, running or reserved, and when it was started again.
+
+    Args:
+        recovered: Ids of tasks that the struck worker held, whether their body had begun or not.
+    """
+    by_id = defaultdict(list)
+    for start in starts:
+        by_id[start.task_id].append(start)
+    running = {start.task_id for start in starts if strike.hit(start)}
+    again: dict[str, int | None] = {}
+    for task_id in running | set(recovered):
+        later = [start.started_ms for start in by_id[task_id] if start.started_ms > strike.until_ms]
+        # Nothing is to be started again if the body was through and only its message was left.
+        if later or not any(start.ended_ms for start in by_id[task_id]):
+            again[task_id] = min(later, default=None)
+    missing = tuple(sorted(task_id for task_id, at_ms in again.items() if at_ms is None))
+    last_ms = max((at_ms for at_ms in again.values() if at_ms is not None), default=strike.from_ms)
+    return Recovery(held=len(again), missing=missing, seconds=(last_ms - strike.from_ms) / 1000)
+
+
+def started_twice(starts: Sequence[Started], strikes: Sequence[Strike]) -> tuple[dict[str, str], dict[str, str]]:
+    """Task ids that were started more than once, with their names: those with an excuse, and those without.
+
+    The excuse is that each start but the last was under way in a process that was struck; or, for a receipt, that
+    the charge which orders it was excused.
+    """
+    by_id = defaultdict(list)
+    for start in sorted(starts, key=lambda start: start.started_ms):
+        by_id[start.task_id].append(start)
+    twice = {task_id: own for task_id, own in by_id.items() if len(own) > 1}
+    struck = {
+        task_id
+        for task_id, own in twice.items()
+        if all(any(strike.hit(start, grace_ms=ANSWER_MS) for strike in strikes) for start in own[:-1])
+    }
+    charged_twice = {own[0].subject for task_id, own in twice.items() if task_id in struck and own[0].task == "charge"}
+    excused, unexplained = {}, {}
+    for task_id, own in twice.items():
+        follows = own[0].task == "receipt" and own[0].subject in charged_twice
+        (excused if task_id in struck or follows else unexplained)[task_id] = f"{own[0].task} {own[0].subject}"
+    return excused, unexplained
+
+
+def judge(seen: Seen) -> Verdict:
+    """Say what was found, what must be, and whether they agree."""
+    starts = [start for start in seen.starts if start.task_id != seen.poison_id]
+    booked = Counter(booking.order_number for booking in seen.bookings)
+    numbers = {order.number for order in seen.orders}
+    finished = {number for number in numbers if booked[number] and number in seen.receipts}
+    lost = sorted(numbers - finished)
+    double = sorted(number for number, times in booked.items() if times > 1)
+    excused, unexplained = started_twice(starts, seen.strikes)
+    due = total((order.currency, order.amount_cents) for order in seen.orders)
+    in_books = total((booking.currency, booking.amount_cents) for booking in seen.bookings)
+    lines = [
+        Line("orders", len(numbers), "orders", str(len(numbers)), "", bool(numbers)),
+        Line("finished", len(finished), "finished", str(len(finished)), "all", not lost),
+        Line("lost", lost, "lost", _some(lost), "none", not lost),
+        Line(
+            "started_twice",
+            sorted(excused.values()),
+            "started twice",
+            str(len(excused)),
+            "were running where we struck",
+            is_right=True,
+        ),
+        Line(
+            "started_twice_unexplained",
+            sorted(unexplained.values()),
+            "started twice for no reason",
+            _some(sorted(unexplained.values())),
+            "none",
+            not unexplained,
+        ),
+        Line("double_charges", double, "double charges", _some(double), "none", not double),
+        Line("books", in_books, "booked", in_words(in_books), in_words(due), in_books == due),
+        Line("day_total", seen.day_total, "day closed with", _total(seen.day_total), in_words(due), seen.day_total == due),
+        *_strike_lines(seen, starts),
+        _poison_line(seen),
+        Line("left_over", seen.left_over, "left in the broker", str(seen.left_over), "nothing", not seen.left_over),
+        Line("own_deaths", list(seen.own_deaths), "died by themselves", _some(seen.own_deaths), "none", not seen.own_deaths),
+    ]
+    return Verdict(lines)
+
+
+def _strike_lines(seen: Seen, starts: Sequence[Started]) -> list[Line]:
+    lines = []
+    for strike, ids in zip(seen.strikes, seen.recovered, strict=True):
+        healed = recovery(strike, starts, ids)
+        found = f"{healed.held} tasks started again in {healed.seconds:.1f} s" if healed.held else "it held nothing"
+        if healed.missing:
+            found = f"{len(healed.missing)} of {healed.held} tasks never started again"
+        value = {
+            "worker": strike.worker,
+            "held": healed.held,
+            "missing": list(healed.missing),
+            "seconds": round(healed.seconds, 3),
+        }
+        key = strike.what.replace(" ", "_")
+        label = f"{strike.what} ({strike.worker})"
+        lines.append(Line(key, value, label, found, "all of them", not healed.missing))
+    return lines
+
+
+def _poison_line(seen: Seen) -> Line:
+    times = sum(start.task_id == seen.poison_id for start in seen.starts)
+    value = {"outcome": seen.poison_outcome, "starts": times}
+    rule = f"FAILURE StalledTooOften, {ALLOWED_STARTS} starts"
+    found = f"{seen.poison_outcome}, {times} starts"
+    return Line("poison", value, "poison task", found, rule, found == rule)
+
+
+def _some(names: Sequence[str]) -> str:
+    if len(names) > 3:
+        return f"{len(names)}: {', '.join(names[:3])} …"
+    return f"{len(names)}: {', '.join(names)}" if names else "0"
+
+
+def _total(day_total: Mapping[str, int] | None) -> str:
+    return "never" if day_total is None else in_words(day_total)
