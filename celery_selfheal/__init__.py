@@ -15,6 +15,8 @@ from celery_selfheal.errors import (
 from celery_selfheal.plugin.install import install, selfheal_schedule
 from celery_selfheal.plugin.task import SelfHealTask
 
+__version__ = "0.1.0"
+
 __all__ = (
     "DeadlineExceeded",
     "InDoubt",

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from celery import chord
-from celery.result import AsyncResult
+from celery import chord, states
 
 from celery_selfheal import SelfHealError
 from celery_selfheal.testing.servers import RedisServer
@@ -48,8 +47,8 @@ class Director:
         self._strikes: list[Strike] = []
         self._recovered_told = 0
         self._poison_told = 0
-        self._day: AsyncResult | None = None
-        self._poison: AsyncResult | None = None
+        self._day_id = ""
+        self._poison_id = ""
         self._moved_at = time.monotonic()
         display.tell(f"seed {seed}")
 
@@ -84,15 +83,13 @@ class Director:
 
     def _play(self) -> None:
         self._tell(f"workers are ready, here come {len(self._orders)} orders")
-        steps = (charge.s(asdict(order)) | receipt.s() for order in self._orders)
-        self._day = chord(steps)(close_day.s(self._orders[0].date))
+        steps = [charge.si(asdict(order)) | receipt.si(asdict(order)) for order in self._orders]
+        self._day_id = chord(steps)(close_day.s(self._orders[0].date)).id
         scenes = self._scenes()
         while self._tick():
             is_over = next(scenes, "over") == "over"
-            if is_over and self._day.ready() and self._poison.ready():
+            if is_over and self._is_ready(self._day_id) and self._is_ready(self._poison_id):
                 break
-        if self._day.failed():
-            self._tell(f"the day could not be closed: {self._day.result}", "bold red")
         give_up_at = time.monotonic() + DRAIN_SECONDS
         while self._left_over() and time.monotonic() < give_up_at:
             self._tick()
@@ -105,14 +102,14 @@ class Director:
         yield from self._until(self._chance.uniform(0.18, 0.26))
         yield from self._strike("worker killed", two, "SIGKILL to all of {}")
         self._tell("a poison task is sent: it kills whatever process runs it")
-        self._poison = import_statement.delay("statement-2026-03-14.mt940")
+        self._poison_id = import_statement.delay("statement-2026-03-14.mt940").id
         yield from self._until(self._chance.uniform(0.4, 0.5))
         yield from self._strike("worker paused", three, "SIGSTOP to all of {}: no sign of life, and not dead")
         self._fleet.resume(three)
         self._tell(f"SIGCONT to {three}: it goes on with what is not its own any more", "yellow")
 
     def _until(self, share: float) -> Iterator[None]:
-        while len(self._done()) < share * len(self._orders):
+        while self._count_ended("charge") < share * len(self._orders):
             yield
 
     def _strike(self, what: str, name: str, words: str) -> Iterator[None]:
@@ -135,6 +132,9 @@ class Director:
         self._tell(words.format(name), "bold red")
         give_up_at = time.monotonic() + HEAL_SECONDS
         while not (healed := self._recovery(strike)).held or healed.missing:
+            if not healed.held and not self._left_over():
+                self._tell(f"{name} held nothing: too few orders are left", "yellow")
+                return
             if time.monotonic() > give_up_at:
                 self._tell(f"{name} is not healed: {len(healed.missing)} of {healed.held} still wait", "bold red")
                 return
@@ -160,19 +160,26 @@ class Director:
         self._recovered_told += len(fresh)
         for (worker, task), count in Counter((one.worker, one.task) for one in fresh).items():
             self._tell(f"back in the queue: {count} x {task}, held by {worker}", "green")
-        poison_starts = [start for start in self._starts if self._poison and start.task_id == self._poison.id]
+        poison_starts = [start for start in self._starts if start.task_id == self._poison_id]
         for start in poison_starts[self._poison_told :]:
             self._poison_told += 1
             self._tell(f"poison task, start {self._poison_told}: a process of {start.worker} is dead", "magenta")
-        by_worker = Counter(start.worker for start in self._starts if start.task == "receipt" and start.ended_ms)
-        self._display.update(len(self._done()), self._fleet.states, by_worker)
+        self._display.update(
+            self._count_ended("charge"),
+            self._count_ended("receipt"),
+            self._fleet.states,
+            Counter(start.worker for start in self._starts),
+        )
         return time.monotonic() - self._moved_at < STUCK_SECONDS
 
     def _tell(self, text: str, style: str = "") -> None:
         self._display.tell(text, style)
 
-    def _done(self) -> set[str]:
-        return {start.subject for start in self._starts if start.task == "receipt" and start.ended_ms}
+    def _count_ended(self, task: str) -> int:
+        return len({start.subject for start in self._starts if start.task == task and start.ended_ms})
+
+    def _is_ready(self, task_id: str) -> bool:
+        return app.backend.get_state(task_id) in states.READY_STATES
 
     def _running(self, name: str) -> list[Started]:
         """Charges that are under way in a worker."""
@@ -185,7 +192,7 @@ class Director:
 
     def _recovered(self, strike: Strike) -> set[str]:
         held = {one.task_id for one in self._fleet.recovered if one.worker == strike.worker}
-        return held - {self._poison.id if self._poison else None}
+        return held - {self._poison_id}
 
     def _recovery(self, strike: Strike) -> Recovery:
         return recovery(strike, self._starts, self._recovered(strike))
@@ -201,7 +208,9 @@ class Director:
             if (path := self._receipts / f"{order.number}.txt").exists()
             and path.read_text(encoding="utf-8") == receipt_text(asdict(order))
         }
-        poison = self._poison
+        backend = app.backend
+        is_closed = backend.get_state(self._day_id) == states.SUCCESS
+        poison_state, poison_result = backend.get_state(self._poison_id), backend.get_result(self._poison_id)
         return Seen(
             orders=self._orders,
             bookings=bookings(self._ledger.engine),
@@ -209,9 +218,9 @@ class Director:
             starts=starts(self._ledger.engine),
             strikes=self._strikes,
             recovered=[self._recovered(strike) for strike in self._strikes],
-            day_total=self._day.result if self._day and self._day.successful() else None,
-            poison_id=poison.id if poison else "",
-            poison_outcome=f"{poison.state} {type(poison.result).__name__}" if poison else "never sent",
+            day_total=backend.get_result(self._day_id) if is_closed else None,
+            poison_id=self._poison_id,
+            poison_outcome=f"{poison_state} {type(poison_result).__name__}",
             left_over=self._left_over(),
             own_deaths=self._fleet.own_deaths,
         )

@@ -10,14 +10,14 @@ from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from example_project.verdict import Verdict
 
 STATE_STYLES = {"running": "green", "starting": "cyan", "killed": "bold red", "paused": "bold yellow"}
-PLAIN_STEP = 0.1  # share of the orders between two plain lines
+STEPS = 10  # so many plain lines tell of the progress
 
 
 class Display:
@@ -34,11 +34,11 @@ class Display:
         self._is_live = self._console.is_terminal
         self._began = time.monotonic()
         self._orders = orders
-        self._told = 0.0
+        self._tenths_told = 0
         self._progress = Progress(
-            TextColumn("orders"), BarColumn(50), MofNCompleteColumn(), TimeElapsedColumn(), console=self._console
+            TextColumn("{task.description:>8}"), BarColumn(50), MofNCompleteColumn(), console=self._console
         )
-        self._bar = self._progress.add_task("orders", total=orders)
+        self._bars = [self._progress.add_task(name, total=orders) for name in ("charges", "receipts")]
         self._live = Live(console=self._console, refresh_per_second=8, transient=True) if self._is_live else None
 
     def __enter__(self) -> Display:
@@ -50,16 +50,20 @@ class Display:
 
     def tell(self, text: str, style: str = "") -> None:
         """Say what happened, with the seconds since the beginning."""
-        self._console.print(Text(f"{time.monotonic() - self._began:6.1f} s  ", "dim") + Text(text, style), soft_wrap=True)
+        clock = Text(f"{time.monotonic() - self._began:6.1f} s  ", "dim")
+        self._console.print(clock + Text(text, style), soft_wrap=True)
 
-    def update(self, done: int, states: Mapping[str, str], receipts: Mapping[str, int]) -> None:
-        """Show how far the orders are, what each worker is doing, and how many receipts it has written."""
+    def update(self, charges: int, receipts: int, states: Mapping[str, str], starts: Mapping[str, int]) -> None:
+        """Show how far the orders are, what each worker is doing, and how many tasks it has started."""
         if self._live is not None:
-            self._progress.update(self._bar, completed=done)
-            self._live.update(Group(Text(), self._progress, _workers(states, receipts)))
-        elif done / self._orders >= self._told + PLAIN_STEP:
-            self._told = done / self._orders
-            self.tell(f"{done} of {self._orders} orders done")
+            for bar, completed in zip(self._bars, (charges, receipts), strict=True):
+                self._progress.update(bar, completed=completed)
+            self._live.update(Group(Text(), self._progress, _workers(states, starts)))
+            return
+        tenths = (charges + receipts) * STEPS // (2 * self._orders)
+        if tenths > self._tenths_told:
+            self._tenths_told = tenths
+            self.tell(f"{charges} orders charged, {receipts} receipts written")
 
     def show(self, verdict: Verdict) -> None:
         """Print the verdict as a table."""
@@ -80,8 +84,8 @@ class Display:
             self._console.print("Something was lost, stuck, doubled or wrong: see the lines in red.", style="bold red")
 
 
-def _workers(states: Mapping[str, str], receipts: Mapping[str, int]) -> Table:
+def _workers(states: Mapping[str, str], starts: Mapping[str, int]) -> Table:
     table = Table.grid(padding=(0, 2))
     for name, state in states.items():
-        table.add_row(name, Text(state, STATE_STYLES.get(state, "dim")), f"{receipts.get(name, 0)} receipts written")
+        table.add_row(f"{name:>8}", Text(f"{state:8}", STATE_STYLES.get(state, "dim")), f"{starts[name]} tasks started")
     return table

@@ -16,7 +16,7 @@ BUSY_SECONDS = 30  # SQLite has one writer at a time; the others wait for so lon
 
 
 class Table(DeclarativeBase):
-    pass
+    """All tables of the shop."""
 
 
 class Payment(Table):

@@ -19,30 +19,29 @@ receipts = Path(os.environ.get("SHOP_RECEIPTS", "receipts"))
 
 
 @app.task(bind=True, base=SelfHealTask)
-def charge(self: SelfHealTask, order: dict[str, Any]) -> dict[str, Any]:
+def charge(self: SelfHealTask, order: dict[str, Any]) -> None:
     """Charge an order. Started again, it finds the order paid and books nothing."""
     with ledger.start(self, order["number"]):
         _card_network(order["number"])
         ledger.pay(order)
-    return order
 
 
 @app.task(bind=True, base=SelfHealTask)
-def receipt(self: SelfHealTask, order: dict[str, Any]) -> dict[str, Any]:
-    """Write the receipt of an order. Started again, it writes the same file."""
+def receipt(self: SelfHealTask, order: dict[str, Any]) -> tuple[str, int]:
+    """Write the receipt of an order, and return its amount. Started again, it writes the same file."""
     with ledger.start(self, order["number"]):
         path = receipts / f"{order['number']}.txt"
         draft = path.with_suffix(f".{os.getpid()}")
         draft.write_text(receipt_text(order), encoding="utf-8")
         draft.replace(path)
-    return order
+    return order["currency"], order["amount_cents"]
 
 
 @app.task(bind=True, base=SelfHealTask)
-def close_day(self: SelfHealTask, orders: list[dict[str, Any]], day: str) -> dict[str, int]:
+def close_day(self: SelfHealTask, amounts: list[tuple[str, int]], day: str) -> dict[str, int]:
     """Add up the day, by currency, when all its receipts are written."""
     with ledger.start(self, day):
-        return total((order["currency"], order["amount_cents"]) for order in orders)
+        return total(amounts)
 
 
 @app.task(bind=True, base=SelfHealTask)

@@ -176,11 +176,20 @@ def judge(seen: Seen) -> Verdict:
         ),
         Line("double_charges", double, "double charges", _some(double), "none", not double),
         Line("books", in_books, "booked", in_words(in_books), in_words(due), in_books == due),
-        Line("day_total", seen.day_total, "day closed with", _total(seen.day_total), in_words(due), seen.day_total == due),
+        Line(
+            "day_total", seen.day_total, "day closed with", _total(seen.day_total), in_words(due), seen.day_total == due
+        ),
         *_strike_lines(seen, starts),
         _poison_line(seen),
         Line("left_over", seen.left_over, "left in the broker", str(seen.left_over), "nothing", not seen.left_over),
-        Line("own_deaths", list(seen.own_deaths), "died by themselves", _some(seen.own_deaths), "none", not seen.own_deaths),
+        Line(
+            "own_deaths",
+            list(seen.own_deaths),
+            "died by themselves",
+            _some(seen.own_deaths),
+            "none",
+            not seen.own_deaths,
+        ),
     ]
     return Verdict(lines)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from dataclasses import dataclass
 from typing import Any
 
-RESTORES_HEADER = "selfheal-restores"
-"""How often the message was taken from a dead worker."""
+from celery_selfheal import headers as names
+from celery_selfheal.dead_letter import DEATH_HEADER, Death
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Envelope:
     @property
     def restores(self) -> int:
         """How often it was restored before."""
-        count = self._headers.get(RESTORES_HEADER)
+        count = self._headers.get(names.RESTORES)
         return count if isinstance(count, int) else 0
 
     def restored(self, *, counted: bool, started: bool, eta: str | None = None) -> bytes:
@@ -56,7 +57,7 @@ class Envelope:
             return self.raw
         headers = dict(self._headers, redelivered=True)
         if counted:
-            headers[RESTORES_HEADER] = self.restores + 1
+            headers[names.RESTORES] = self.restores + 1
         if started:
             headers["expires"] = None
         if eta is not None:
@@ -65,6 +66,45 @@ class Envelope:
         if isinstance(properties.get("delivery_info"), dict):
             properties["delivery_info"] = dict(properties["delivery_info"], redelivered=True)
         return json.dumps(dict(self.fields, headers=headers, properties=properties)).encode()
+
+    def dead_lettered(self, death: Death) -> bytes:
+        """The message as it goes to the dead letter queue: its headers plus the reason."""
+        if not self.fields:
+            # No envelope of kombu's: wrapped into one, so that the queue can be listed and its bytes are kept.
+            return json.dumps(
+                {
+                    "body": base64.b64encode(self.raw).decode(),
+                    "content-type": "application/octet-stream",
+                    "content-encoding": "binary",
+                    "headers": {DEATH_HEADER: death.header()},
+                    "properties": {
+                        "body_encoding": "base64",
+                        "delivery_mode": 2,
+                        "delivery_tag": "",
+                        "delivery_info": {"exchange": "", "routing_key": death.queue},
+                        "priority": 0,
+                    },
+                }
+            ).encode()
+        headers = dict(names.of_the_user(self._headers), **{DEATH_HEADER: death.header()})
+        return json.dumps(dict(self.fields, headers=headers)).encode()
+
+    @property
+    def death(self) -> Death:
+        """Why it was dead-lettered; empty for a message that was not."""
+        return Death.from_header(self._headers.get(DEATH_HEADER))
+
+    def replayed(self) -> bytes:
+        """The message as it goes back to its origin: as it first came, with one more replay counted.
+
+        A message that was no envelope comes back as the bytes that it was.
+        """
+        death = self.death
+        if self.fields.get("content-type") == "application/octet-stream" and not self._headers.get("task"):
+            return base64.b64decode(self.fields.get("body") or "")
+        headers = dict(names.of_the_user(self._headers), retries=0, eta=None)
+        headers[names.REPLAYS] = death.replays + 1
+        return json.dumps(dict(self.fields, headers=headers)).encode()
 
     @property
     def _headers(self) -> dict[str, Any]:

@@ -7,21 +7,23 @@ from typing import Any
 
 from celery import Celery, Task
 from celery.signals import before_task_publish, task_postrun
+from kombu.utils.imports import symbol_by_name
 
+from celery_selfheal import headers as names
+from celery_selfheal.backoff import check_exception_classes
 from celery_selfheal.clock import monotonic, utc_now
+from celery_selfheal.dead_letter import Death
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.keys import Keys
 from celery_selfheal.leases.memory import MemoryLeaseStore
-from celery_selfheal.plugin.brokers.layout import layout_of
+from celery_selfheal.plugin.brokers.layout import RedisLayout, layout_of
 from celery_selfheal.plugin.observer import observer
+from celery_selfheal.plugin.publisher import Publisher
 from celery_selfheal.plugin.stores import Stores, open_stores
 from celery_selfheal.settings import SelfHealSettings
 from celery_selfheal.telemetry.events import Observer
 
 REAP_TASK = "celery_selfheal.reap"
-PUBLISHED_HEADER = "selfheal-published-at"
-"""Instant of the publication; parked and restored copies keep it, a retry or a new publication has another."""
-
 BUILT_IN_PREFIXES = ("celery.", "celery_selfheal.")
 
 
@@ -39,6 +41,10 @@ class Plugin:
         self._settings: SelfHealSettings | None = None
         self._stores: tuple[int, Stores] | None = None
         self._eager_leases: MemoryLeaseStore | None = None
+        self._layout: tuple[RedisLayout | None] | None = None
+        self._unrecoverable: tuple[type[BaseException], ...] | None = None
+        self.publisher = Publisher(app)
+        self.eager_dead_letters: list[Death] = []
 
     @property
     def settings(self) -> SelfHealSettings:
@@ -53,7 +59,7 @@ class Plugin:
 
     def reread_settings(self) -> SelfHealSettings:
         """Check again: a worker starts with what the configuration says by then."""
-        self._settings = None
+        self._settings = self._layout = self._unrecoverable = None
         return self.settings
 
     @property
@@ -74,6 +80,30 @@ class Plugin:
                 )
             name = "app"
         return Keys(prefix=prefix, app=name)
+
+    @property
+    def layout(self) -> RedisLayout | None:
+        """Key names of a Redis broker; ``None`` for another broker."""
+        if self._layout is None:
+            self._layout = (layout_of(self.app),)
+        return self._layout[0]
+
+    @property
+    def autoretry_for(self) -> tuple[type[BaseException], ...]:
+        """``selfheal_autoretry_for`` with its dotted paths resolved."""
+        return _classes("selfheal_autoretry_for", self.settings.autoretry_for)
+
+    @property
+    def unrecoverable(self) -> tuple[type[BaseException], ...]:
+        """``selfheal_unrecoverable`` with its dotted paths resolved."""
+        if self._unrecoverable is None:
+            self._unrecoverable = _classes("selfheal_unrecoverable", self.settings.unrecoverable)
+        return self._unrecoverable
+
+    @property
+    def dead_letter_queue(self) -> str:
+        """Name of the application's dead letter queue."""
+        return self.settings.dlq or f"{self.app.main or 'celery'}.dlq"
 
     def open_stores(self) -> Stores:
         """Stores on new connections, for a thread of its own."""
@@ -187,12 +217,6 @@ def reaper_of(plugin: Plugin, stores: Stores, session: Any) -> Any:
     )
 
 
-def visibility_timeout(app: Celery) -> float:
-    """Effective visibility timeout of a Redis broker, seconds; 0 for another broker."""
-    layout = layout_of(app)
-    return layout.visibility_timeout.total_seconds() if layout else 0.0
-
-
 def _reap_task(plugin: Plugin) -> Any:
     def reap() -> dict[str, int]:
         """Sweep once: restore what dead workers hold, count what stalled."""
@@ -202,9 +226,19 @@ def _reap_task(plugin: Plugin) -> Any:
     return reap
 
 
+def _classes(setting: str, given: tuple[type[BaseException] | str, ...]) -> tuple[type[BaseException], ...]:
+    found = []
+    for one in given:
+        try:
+            found.append(symbol_by_name(one) if isinstance(one, str) else one)  # type: ignore[no-untyped-call]  # kombu is untyped
+        except (ImportError, AttributeError) as exc:
+            raise SettingsError(f"{setting} names {one!r}, which cannot be imported: {exc}", setting) from exc
+    return check_exception_classes("settings", setting, tuple(found))
+
+
 def _stamp(headers: dict[str, Any] | None = None, **_: Any) -> None:
     if headers is not None:
-        headers[PUBLISHED_HEADER] = utc_now().isoformat()
+        headers[names.PUBLISHED] = headers.get(names.PUBLISHED) or utc_now().isoformat()
 
 
 def _end_of_start(task: Any = None, state: str | None = None, retval: Any = None, **_: Any) -> None:

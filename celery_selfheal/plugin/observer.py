@@ -8,7 +8,7 @@ from dataclasses import asdict
 from celery import Celery
 
 from celery_selfheal import signals
-from celery_selfheal.telemetry.events import Event, LeaseWasLost, Observer, TaskRecovered, TaskStalled
+from celery_selfheal.telemetry.events import Event, LeaseWasLost, Observer, TaskDeadLettered, TaskRecovered, TaskStalled
 
 logger = logging.getLogger("celery_selfheal")
 
@@ -22,6 +22,11 @@ _VOICES = {
         logging.WARNING,
         signals.task_recovered,
         "task recovered: %(task_name)s[%(task_id)s] from %(owner)s after %(age_seconds).1f s: %(reason)s",
+    ),
+    TaskDeadLettered: (
+        logging.ERROR,
+        signals.task_dead_lettered,
+        "task dead-lettered: %(task_name)s[%(task_id)s] to %(queue)s: %(reason)s",
     ),
     LeaseWasLost: (
         logging.WARNING,
@@ -37,6 +42,11 @@ def observer(app: Celery) -> Observer:
     def tell(event: Event) -> None:
         level, signal, line = _VOICES[type(event)]
         fields = asdict(event)
+        if isinstance(event, TaskDeadLettered):
+            fields["reason"] = event.death.reason
+            logger.log(level, line, fields, extra={"selfheal": fields})
+            signal.send(sender=app, **dict(fields, death=event.death))
+            return
         logger.log(level, line, fields, extra={"selfheal": fields})
         # Signal.send logs and swallows what a receiver raises.
         signal.send(sender=app, age=fields.pop("age_seconds"), **fields)

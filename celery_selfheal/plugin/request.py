@@ -6,50 +6,71 @@ from typing import Any
 
 from billiard.einfo import ExceptionWithTraceback
 from billiard.exceptions import WorkerLostError
+from celery.exceptions import TimeLimitExceeded
 from celery.worker import state
 from celery.worker.request import Request
 
-from celery_selfheal.agents.envelope import RESTORES_HEADER
+from celery_selfheal import headers as names
 from celery_selfheal.leases.port import Start
-from celery_selfheal.plugin.install import PUBLISHED_HEADER, plugin_of
-from celery_selfheal.plugin.task import PREDECESSOR_HEADER
-
-OUR_HEADERS = (PUBLISHED_HEADER, PREDECESSOR_HEADER, RESTORES_HEADER)
+from celery_selfheal.plugin.death import death_of_request, reason_of
+from celery_selfheal.plugin.install import plugin_of
 
 
 class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
-    """A request whose start is announced to the child, and whose lost child is healed at once."""
+    """A request whose start is announced to the child, and whose end is settled from the raw message.
+
+    Attributes:
+        context_of_start: What the child must know of earlier attempts.
+    """
 
     start: Start | None = None
+    context_of_start: dict[str, Any]
+
+    _is_dead_lettered = False
 
     def __init__(self, message: Any, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
-        # Ours must not travel on into retries and child tasks; the message itself keeps them.
-        ours = {name: self._request_dict.pop(name, None) for name in OUR_HEADERS}
-        worker = plugin_of(self._app).worker
+        given = dict(self._request_dict)
+        # Ours and the broker's must not travel on into retries and child tasks; the message itself keeps them.
+        for name in given.keys() - names.of_the_user(given).keys():
+            del self._request_dict[name]
+        self.context_of_start = {
+            "published_at": given.get(names.PUBLISHED),
+            "first_published_at": given.get(names.FIRST_PUBLISHED) or given.get(names.PUBLISHED),
+            "first_failure_at": given.get(names.FIRST_FAILURE),
+            "replays": given.get(names.REPLAYS) or 0,
+        }
+        worker = self._worker
         if worker is not None:
-            self.start = worker.announce(
-                self, published_at=ours[PUBLISHED_HEADER], predecessor=ours[PREDECESSOR_HEADER]
-            )
+            self.start = worker.announce(self, predecessor=given.get(names.PREDECESSOR), context=self.context_of_start)
 
     def on_failure(self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False) -> Any:
-        """A child that died is a stall, not a failure: count it and restore its message, or fail it for good."""
-        worker = plugin_of(self._app).worker
-        if worker is None or self.start is None or not self._is_loss(exc_info):
+        """Settle a final failure before Celery acknowledges it.
+
+        A child that died is a stall, not a failure: it is counted and its message restored, or failed for good.
+        """
+        worker = self._worker
+        if worker is None or self.start is None:
             return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
-        if self._stored_success() or not self.task.acks_late:
-            self._ended(state="failure")
-            return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
-        state.task_ready(self)
-        worker.child_died(self)
-        self.send_event("task-rejected", requeue=True)
-        return None
+        exc = _unwrapped(exc_info.exception)
+        if self._is_loss(exc):
+            if not self._stored_success() and self.task.acks_late:
+                state.task_ready(self)
+                worker.child_died(self)
+                self.send_event("task-rejected", requeue=True)
+                return None
+            worker.ended_from_outside(self.start, state="failure")
+        elif not self._already_cancelled and not self._already_revoked:
+            self._dead_letter(exc, exc_info.traceback)
+        return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
 
     def on_timeout(self, soft: bool, timeout: float) -> Any:
-        """The child is killed at its hard limit, so nobody but main can give its lease back."""
+        """The child is killed at its hard limit, so nobody but main can settle its message and give its lease back."""
+        if soft or state.should_terminate:
+            return super().on_timeout(soft, timeout)
+        self._dead_letter(TimeLimitExceeded(timeout), "")
         result = super().on_timeout(soft, timeout)
-        if not soft:
-            self._ended(state="failure")
+        self._ended(state="failure")
         return result
 
     def _announce_revoked(self, reason: Any, terminated: Any, signum: Any, expired: Any) -> None:
@@ -59,19 +80,34 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
 
     def _announce_cancelled(self, emit_retry: bool = True) -> None:
         super()._announce_cancelled(emit_retry=emit_retry)
-        worker = plugin_of(self._app).worker
+        worker = self._worker
         if worker is not None and self.start is not None and self.task.acks_late:
             worker.cancelled(self.start)
 
-    def _ended(self, *, state: str) -> None:
-        worker = plugin_of(self._app).worker
-        if worker is not None and self.start is not None:
-            worker.ended_from_outside(self.start, state=state)
+    @property
+    def _worker(self) -> Any:
+        return plugin_of(self._app).worker
 
-    def _is_loss(self, exc_info: Any) -> bool:
-        exc = exc_info.exception
-        if isinstance(exc, ExceptionWithTraceback):
-            exc = exc.exc
+    def _dead_letter(self, exc: BaseException, trace: str) -> None:
+        # Celery reports some failures twice: a hard time limit, for one.
+        if self._is_dead_lettered or self._worker is None or self.start is None:
+            return
+        reason = reason_of(
+            exc,
+            self.task,
+            attempt=int(self._request_dict.get("retries") or 0),
+            first_published_at=self.context_of_start["first_published_at"],
+        )
+        if reason is not None:
+            self._is_dead_lettered = True
+            worker = self._worker
+            worker.dead_letter(self, death_of_request(self, exc, trace, reason, worker=worker.node))
+
+    def _ended(self, *, state: str) -> None:
+        if self._worker is not None and self.start is not None:
+            self._worker.ended_from_outside(self.start, state=state)
+
+    def _is_loss(self, exc: BaseException) -> bool:
         if self._already_cancelled or self._already_revoked:
             return False
         # Billiard 4.3 and later report an exit of the child as what it raised.
@@ -81,3 +117,8 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         # Celery 5.7 asks the backend; before, a child lost after its result was stored runs again.
         ask = getattr(self, "_success_was_stored", None)
         return bool(ask and ask())
+
+
+def _unwrapped(exc: Any) -> BaseException:
+    inner: BaseException = exc.exc if isinstance(exc, ExceptionWithTraceback) else exc
+    return inner

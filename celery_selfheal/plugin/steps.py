@@ -9,10 +9,12 @@ from celery import bootsteps
 from celery.exceptions import WorkerShutdown
 
 from celery_selfheal.clock import monotonic
-from celery_selfheal.errors import SelfHealError
+from celery_selfheal.dead_letter import Reason
+from celery_selfheal.errors import SelfHealError, SettingsError
 from celery_selfheal.plugin.brokers.layout import layout_of
 from celery_selfheal.plugin.brokers.redis import ReliableFetch, missing_shape
-from celery_selfheal.plugin.install import plugin_of
+from celery_selfheal.plugin.death import death_of_message
+from celery_selfheal.plugin.install import Plugin, plugin_of
 from celery_selfheal.plugin.stores import lease_address, open_client
 from celery_selfheal.plugin.worker import Worker
 from celery_selfheal.redis_url import without_password
@@ -35,6 +37,7 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         try:
             plugin.reread_settings()
             stores = plugin.open_stores()
+            _check_not_consumed(parent.app, plugin)
             _check_reachable(parent.app, plugin.settings)
         except SelfHealError as exc:
             logger.critical("celery_selfheal refuses to start: %s", exc)
@@ -56,8 +59,12 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
     def start(self, c: Any) -> None:
         """Install reliable fetch on the new channel, if broker and settings allow."""
         plugin = plugin_of(c.app)
+        if plugin.worker is None:
+            return
+        plugin.worker.timer = c.timer
+        _dead_letter_unreadable(c, plugin.worker)
         layout = layout_of(c.app)
-        if plugin.worker is None or layout is None:
+        if layout is None:
             return
         if not plugin.settings.redis_reliable_fetch:
             logger.warning(
@@ -92,6 +99,51 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         plugin = plugin_of(c.app)
         if plugin.worker is not None:
             plugin.worker.stop()
+
+
+def _dead_letter_unreadable(c: Any, worker: Worker) -> None:
+    """Keep what Celery drops: unknown task names, and messages that it cannot decode."""
+    if getattr(c, "selfheal_dead_letters", None) is worker:
+        return
+    c.selfheal_dead_letters = worker
+    unknown_message, unknown_task = c.on_unknown_message, c.on_unknown_task
+    invalid_task, decode_error = c.on_invalid_task, c.on_decode_error
+
+    def dead_letter(message: Any, exc: BaseException | None, reason: Reason) -> None:
+        worker.dead_letter_message(message, death_of_message(message, exc, reason, worker=worker.node))
+
+    def on_unknown_message(body: Any, message: Any) -> Any:
+        dead_letter(message, None, Reason.UNDECODABLE)
+        return unknown_message(body, message)
+
+    def on_unknown_task(body: Any, message: Any, exc: BaseException) -> Any:
+        dead_letter(message, exc, Reason.UNKNOWN_TASK)
+        return unknown_task(body, message, exc)
+
+    def on_invalid_task(body: Any, message: Any, exc: BaseException) -> Any:
+        dead_letter(message, exc, Reason.UNDECODABLE)
+        return invalid_task(body, message, exc)
+
+    def on_decode_error(message: Any, exc: BaseException) -> Any:
+        dead_letter(message, exc, Reason.UNDECODABLE)
+        return decode_error(message, exc)
+
+    c.on_unknown_message, c.on_unknown_task = on_unknown_message, on_unknown_task
+    c.on_invalid_task, c.on_decode_error = on_invalid_task, on_decode_error
+
+
+def _check_not_consumed(app: Any, plugin: Plugin) -> None:
+    """Nobody consumes a dead letter queue: a worker would run its messages again, for ever."""
+    consumed = app.amqp.queues.consume_from
+    queues = {plugin.dead_letter_queue} | {
+        task.dead_letter_queue for task in app.tasks.values() if getattr(task, "dead_letter_queue", None)
+    }
+    for queue in sorted(queues & set(consumed)):
+        raise SettingsError(
+            f"this worker is told to consume the dead letter queue {queue!r}: take it out of task_queues and -Q"
+            " (replay its messages with `celery selfheal dlq replay`)",
+            "selfheal_dlq",
+        )
 
 
 def _check_reachable(app: Any, settings: Any) -> None:

@@ -6,19 +6,22 @@ import logging
 import sys
 import uuid
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from time import sleep
 from typing import Any
 
 from celery import Celery, Task, states
-from celery.exceptions import Ignore, Reject
+from celery.exceptions import Ignore, Reject, Retry
+from kombu.exceptions import OperationalError
 
+from celery_selfheal import headers as names
 from celery_selfheal.agents.envelope import Envelope
+from celery_selfheal.backoff import RetryPolicy
+from celery_selfheal.classify import Verdict, classify
 from celery_selfheal.clock import jitter, monotonic, utc_now
 from celery_selfheal.errors import StalledTooOften, StoreError
 from celery_selfheal.leases.port import (
-    Acquired,
     AlreadyDone,
     Busy,
     Lease,
@@ -29,29 +32,34 @@ from celery_selfheal.leases.port import (
     Start,
 )
 from celery_selfheal.plugin.install import Plugin, install, is_built_in, plugin_of
+from celery_selfheal.plugin.retry import age_of, policy_of, replace_delivery
 from celery_selfheal.telemetry.events import TaskStalled
 
 logger = logging.getLogger("celery_selfheal")
-
-PREDECESSOR_HEADER = "selfheal-predecessor"
-"""Token of the start whose retry a message is."""
 
 CONTEXT_KEY = "selfheal"
 """Where the main process puts what it knows of the start, inside the request's properties."""
 
 SUCCESSOR_PATIENCE = timedelta(milliseconds=500)  # the holder is another attempt of the id, about to release
-
-
 STORE_PAUSE_SECONDS = (0.1, 0.5)  # between two tries of a store that is away
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Running:
-    """What a start must remember until it ends."""
+    """What a start must remember until it ends.
+
+    Attributes:
+        retries: Next attempts that the body asked for; sent when it has ended.
+        asks_retry: ``self.retry()`` is under way: its signature is ours to send.
+        gave_up: ``self.retry()`` has found its attempts used up.
+    """
 
     start: Start
     lease: Lease
     leases: LeaseStore
+    retries: list[Any] = field(default_factory=list)
+    asks_retry: bool = False
+    gave_up: bool = False
 
 
 class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
@@ -59,6 +67,23 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
 
     Late acknowledgement and requeue on worker loss are on. ``acks_late=False`` on a task is an explicit opt-out: such a
     task is lost with its worker, as in plain Celery.
+
+    Retries keep Celery's option names; all times are seconds. A failure is judged after the body has ended, whatever
+    way the task was defined.
+
+    Attributes:
+        autoretry_for: Exceptions worth another attempt; by default ``selfheal_autoretry_for``.
+        dont_autoretry_for: Exceptions that are not: they go to the dead letter queue at once.
+        max_retries: Attempts after the first; ``None`` for ever.
+        retry_backoff: The wait before retry *n*, counted from 0, is drawn from ``0 .. min(max, backoff * 2**n)``.
+        retry_backoff_max: Ceiling of the wait.
+        retry_backoff_min: Floor of the wait.
+        retry_jitter: ``True`` or ``"full"``, ``"equal"``, ``"decorrelated"``, or ``False``.
+        retry_max_age: No retry for a message first published longer ago; ``None`` for any age.
+        dead_letter: ``False``: a final failure is only stored, as in plain Celery.
+        dead_letter_queue: Another queue than ``selfheal_dlq``.
+        dead_letter_for: Only these exceptions are dead-lettered; by default all.
+        dont_dead_letter_for: These exceptions are not.
     """
 
     abstract = True
@@ -66,16 +91,37 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
     acks_late = True
     reject_on_worker_lost = True
 
+    max_retries = 5
+    dont_autoretry_for: tuple[type[BaseException], ...] = ()
+    retry_backoff: float | bool = 1.0
+    retry_backoff_max: float = 600
+    retry_backoff_min: float = 0
+    retry_jitter: bool | str = True
+    retry_max_age: float | None = None
+    dead_letter: bool = True
+    dead_letter_queue: str | None = None
+    dead_letter_for: tuple[type[BaseException], ...] = (Exception,)
+    dont_dead_letter_for: tuple[type[BaseException], ...] = ()
+
+    retry_policy: RetryPolicy
+    #: Celery wraps ``run`` of tasks that lack it; ours are retried outside of the body, by ``__call__``.
+    _orig_run = None
+
     @classmethod
     def on_bound(cls, app: Celery) -> None:
-        """Install the plugin with the first task that uses it."""
+        """Install the plugin with the first task that uses it, and check what the task declares.
+
+        Raises:
+            SettingsError: an option of the task or a setting is wrong.
+        """
         super().on_bound(app)
         if is_built_in(cls.name or ""):
             cls.acks_late = app.conf.task_acks_late
             cls.reject_on_worker_lost = app.conf.task_reject_on_worker_lost
             cls.Request = Task.Request
-        else:
-            install(app)
+            return
+        plugin = install(app)
+        cls.retry_policy = policy_of(cls, base=SelfHealTask, default_retry_for=plugin.autoretry_for)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under a lease. A direct call, ``task(...)``, runs the plain body."""
@@ -87,18 +133,79 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         if start is None:
             return self.run(*args, **kwargs)
         leases: LeaseStore = plugin.eager_leases if request.is_eager else plugin.stores.leases
-        self._enter(plugin, start, leases)
-        return self.run(*args, **kwargs)
+        running = self._enter(plugin, start, leases)
+        try:
+            result = self.run(*args, **kwargs)
+        except Exception as exc:
+            retry = self._judge(plugin, running, exc)
+            self._send_retries(plugin, running)
+            if retry is not None:
+                raise retry from exc
+            raise
+        self._send_retries(plugin, running)
+        return result
 
     @property
     def lease(self) -> Lease | None:
         """Lease of the running start; ``None`` outside of one."""
-        running: _Running | None = getattr(self.request, "selfheal_running", None)
+        running = self._running
         return running.lease if running else None
+
+    def retry(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        exc: BaseException | None = None,
+        throw: bool = True,
+        eta: Any = None,
+        countdown: float | None = None,
+        max_retries: int | None = None,
+        **options: Any,
+    ) -> Any:
+        """As Celery's, but without ``countdown`` and ``eta`` the wait is drawn by the task's own policy.
+
+        The next attempt is sent when the body has ended, never from inside it.
+        """
+        running = self._running
+        if running is None:
+            return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
+        if not eta and countdown is None:
+            countdown = self.retry_policy.delay(self.request.retries, chance=jitter()).total_seconds()
+        running.asks_retry = True
+        try:
+            ret = super().retry(args, kwargs, exc, False, eta, countdown, max_retries, **options)
+        except Exception:
+            running.gave_up = True
+            raise
+        finally:
+            running.asks_retry = False
+            self.__dict__.pop("override_max_retries", None)
+        if throw:
+            raise ret
+        return ret
+
+    def signature_from_request(self, request: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """As Celery's, but a retry names its predecessor, and is sent when the body has ended."""
+        running = self._running
+        if running is None or not running.asks_retry:
+            return super().signature_from_request(request, *args, **kwargs)
+        context = self._context()
+        user_headers = names.of_the_user(dict((request or self.request).headers or {}, **(kwargs.get("headers") or {})))
+        kwargs["headers"] = {
+            **user_headers,
+            names.PREDECESSOR: running.start.token,
+            names.FIRST_PUBLISHED: context.get("first_published_at"),
+            names.FIRST_FAILURE: context.get("first_failure_at") or utc_now().isoformat(),
+            names.REPLAYS: context.get("replays") or 0,
+        }
+        signature = super().signature_from_request(request, *args, **kwargs)
+        if not self.request.is_eager:
+            signature.apply_async = lambda: running.retries.append(signature)
+        return signature
 
     def end_start(self, state: str | None, retval: Any) -> None:
         """Release at the very end, when callbacks are sent and the result is stored. Called by ``task_postrun``."""
-        running: _Running | None = getattr(self.request, "selfheal_running", None)
+        running = self._running
         # Without a state the body was left by SystemExit or the like: the process goes down, and main counts it.
         if running is None or state is None:
             return
@@ -118,21 +225,22 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         except StoreError as exc:
             logger.warning("lease of %s[%s] runs out by itself: %s", self.name, running.start.task_id, exc)
 
-    def signature_from_request(self, request: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """As Celery's, but a retry names its predecessor, whose lease it may take over."""
-        running: _Running | None = getattr(request or self.request, "selfheal_running", None)
-        if running is not None:
-            headers = dict(kwargs.get("headers") or (request or self.request).headers or {})
-            headers[PREDECESSOR_HEADER] = running.start.token
-            kwargs["headers"] = headers
-        return super().signature_from_request(request, *args, **kwargs)
+    @property
+    def _running(self) -> _Running | None:
+        running: _Running | None = getattr(self.request, "selfheal_running", None)
+        return running
+
+    def _context(self) -> Mapping[str, Any]:
+        properties = self.request.properties
+        context = properties.get(CONTEXT_KEY) if isinstance(properties, Mapping) else None
+        return context if isinstance(context, Mapping) else {}
 
     def _start(self) -> Start | None:
         """The start that main announced; in eager mode, one of our own; ``None`` without a worker that knows us."""
         request = self.request
-        properties = request.properties
-        if isinstance(properties, Mapping) and CONTEXT_KEY in properties:
-            return Start(**properties[CONTEXT_KEY])
+        announced = self._context().get("start")
+        if announced is not None:
+            return Start(**announced)
         if not request.is_eager:
             return None
         token = uuid.uuid4().hex
@@ -143,28 +251,27 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             session="eager",
             attempt=f"{self.name}:{request.retries}",
             marker=token,
-            predecessor=(request.headers or {}).get(PREDECESSOR_HEADER),
         )
 
-    def _enter(self, plugin: Plugin, start: Start, leases: LeaseStore) -> None:
+    def _enter(self, plugin: Plugin, start: Start, leases: LeaseStore) -> _Running:
         """Take the lease, or leave by Celery's ways."""
         outcome = self._acquire(leases, start, patience=plugin.settings.lease_ttl)
-        if isinstance(outcome, (Acquired, StalledOut)):
-            self.request.selfheal_running = _Running(start, outcome.lease, leases)
-        if isinstance(outcome, Acquired):
-            if outcome.overtaken:
-                stall = asdict(outcome.overtaken)
-                stall.pop("token")
-                plugin.tell(TaskStalled(reason="lease ran out", **stall))
-        elif isinstance(outcome, StalledOut):
-            raise StalledTooOften(self.name, start.task_id, outcome.stalls, plugin.settings.max_stalls)
-        elif isinstance(outcome, Busy):
+        if isinstance(outcome, Busy):
             self._park(plugin, start, outcome)
             raise Ignore(f"parked: another start runs for another {outcome.remaining.total_seconds():.1f} s")
-        elif isinstance(outcome, AlreadyDone):
+        if isinstance(outcome, AlreadyDone):
             raise Ignore("a copy of this message was finished")
-        elif isinstance(outcome, NotMine):
+        if isinstance(outcome, NotMine):
             raise Ignore("the message was given to another worker")
+        running = _Running(start, outcome.lease, leases)
+        self.request.selfheal_running = running
+        if isinstance(outcome, StalledOut):
+            raise StalledTooOften(self.name, start.task_id, outcome.stalls, plugin.settings.max_stalls)
+        if outcome.overtaken:
+            stall = asdict(outcome.overtaken)
+            stall.pop("token")
+            plugin.tell(TaskStalled(reason="lease ran out", **stall))
+        return running
 
     def _acquire(self, leases: LeaseStore, start: Start, *, patience: timedelta) -> Outcome:
         """Try for one TTL; then the message goes back uncounted, and the worker takes none until the store answers."""
@@ -178,6 +285,56 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
                     raise Reject(str(exc), requeue=True) from exc
                 sleep(jitter().uniform(*STORE_PAUSE_SECONDS))
 
+    def _judge(self, plugin: Plugin, running: _Running, exc: Exception) -> Retry | None:
+        """The retry that this failure deserves; ``None`` lets the exception go its way."""
+        verdict = classify(
+            exc,
+            self.retry_policy,
+            attempt=self.request.retries,
+            age=age_of(self._context().get("first_published_at")),
+            unrecoverable=plugin.unrecoverable,
+        )
+        if verdict is not Verdict.RETRY or running.gave_up:
+            return None
+        retry: Retry = self.retry(exc=exc, throw=False)
+        return retry
+
+    def _send_retries(self, plugin: Plugin, running: _Running) -> None:
+        """Send what ``self.retry()`` asked for, in place of the held delivery where the broker can do that."""
+        waiting, running.retries = running.retries, []
+        give_up_at = monotonic() + plugin.settings.lease_ttl.total_seconds()
+        start = running.start
+        for signature in waiting:
+            while True:
+                try:
+                    sent = self._send_retry(plugin, signature, start)
+                    break
+                except (StoreError, OperationalError) as exc:
+                    if monotonic() >= give_up_at:
+                        # Unsettled, so the message comes back and the attempt is made again: late, but not lost.
+                        logger.warning("retry of %s[%s] could not be sent: %s", self.name, start.task_id, exc)
+                        raise Reject(str(exc), requeue=True) from exc
+                    sleep(jitter().uniform(*STORE_PAUSE_SECONDS))
+            if not sent:
+                raise Ignore("the message was given to another worker, which retries by itself")
+
+    def _send_retry(self, plugin: Plugin, signature: Any, start: Start) -> bool:
+        # The instance's own apply_async was the net that caught it.
+        vars(signature).pop("apply_async", None)
+        deliveries = plugin.stores.deliveries
+        if deliveries is not None and plugin.layout is not None and start.tag is not None:
+            return replace_delivery(
+                self.app,
+                signature,
+                deliveries=deliveries,
+                session=start.session,
+                tag=start.tag,
+                prefix=plugin.layout.prefix,
+            )
+        with plugin.publisher.producer() as producer:
+            signature.apply_async(producer=producer)
+        return True
+
     def _park(self, plugin: Plugin, start: Start, busy: Busy) -> None:
         """Replace the delivery by a copy that comes back when the lease may have run out."""
         is_twin = busy.attempt in ("", start.attempt)
@@ -187,8 +344,22 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         deliveries = plugin.stores.deliveries
         logger.info("parked: %s[%s] for %.1f s, another start runs", self.name, start.task_id, seconds)
         if deliveries is None or start.tag is None:
-            self.signature_from_request(countdown=seconds, retries=self.request.retries, expires=None).apply_async()
+            signature = super().signature_from_request(
+                countdown=seconds, retries=self.request.retries, expires=None, headers=self._parked_headers()
+            )
+            with plugin.publisher.producer() as producer:
+                signature.apply_async(producer=producer)
             return
         for delivery in deliveries.named(start.session, [start.tag]):
             message = Envelope.decode(delivery.message).restored(counted=False, started=True, eta=eta)
             deliveries.settle(delivery, session=start.session, message=message, dead=False, front=False)
+
+    def _parked_headers(self) -> dict[str, Any]:
+        context = self._context()
+        return {
+            **names.of_the_user(self.request.headers or {}),
+            names.PUBLISHED: context.get("published_at"),
+            names.FIRST_PUBLISHED: context.get("first_published_at"),
+            names.FIRST_FAILURE: context.get("first_failure_at"),
+            names.REPLAYS: context.get("replays") or 0,
+        }

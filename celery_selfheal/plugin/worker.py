@@ -7,32 +7,38 @@ import os
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any
 
 from celery import signals
 from celery.worker import state as worker_state
 
+from celery_selfheal import headers as names
 from celery_selfheal import witness
 from celery_selfheal.agents.envelope import Envelope
 from celery_selfheal.agents.heartbeat import Beat, Heartbeat
 from celery_selfheal.agents.reaper import Reaper
 from celery_selfheal.clock import jitter, monotonic, utc_now
+from celery_selfheal.dead_letter import DEATH_HEADER, Death
 from celery_selfheal.errors import StalledTooOften, StoreError
 from celery_selfheal.keys import session_of_tag
 from celery_selfheal.leases.port import Start
 from celery_selfheal.plugin import native
+from celery_selfheal.plugin.brokers.layout import queue_of
+from celery_selfheal.plugin.death import death_of_request, reason_of
 from celery_selfheal.plugin.install import Plugin, reaper_of
 from celery_selfheal.plugin.stores import Stores
 from celery_selfheal.plugin.task import CONTEXT_KEY
 from celery_selfheal.sessions.port import Session
-from celery_selfheal.telemetry.events import LeaseWasLost, TaskRecovered, TaskStalled
+from celery_selfheal.telemetry.events import LeaseWasLost, TaskDeadLettered, TaskRecovered, TaskStalled
 from celery_selfheal.ticker import Step, Ticker
 
 logger = logging.getLogger("celery_selfheal")
 
 RESTART_JITTER = timedelta(milliseconds=300)  # tasks of one killed host must not restart at the same instant
+PUBLISH_PAUSE_SECONDS = 2.0  # between two tries of a dead letter that the broker does not confirm
 FAREWELL_PATIENCE = timedelta(seconds=10)
 
 
@@ -45,13 +51,15 @@ class Worker:
 
     def __init__(self, plugin: Plugin, *, node: str, stores: Stores) -> None:
         self._plugin = plugin
-        self._node = node
+        self.node = node
         self._stores = stores
         self._settings = plugin.settings
         self._requests: dict[str, weakref.ref[Any]] = {}
         self._messages: dict[str, weakref.ref[Any]] = {}
         self._pending: deque[Callable[[], None]] = deque()
         self._pending_tags: set[str] = set()
+        self._unconfirmed = _Unconfirmed(self, plugin)
+        self.timer: Any = None
         self._told_lost: set[str] = set()
         self._last_beat = float("-inf")
         self._answered = True
@@ -100,7 +108,7 @@ class Worker:
         """Beat, settle and sweep now."""
         self._ticker.wake()
 
-    def announce(self, request: Any, *, published_at: str | None, predecessor: str | None) -> Start:
+    def announce(self, request: Any, *, predecessor: str | None, context: Mapping[str, Any]) -> Start:
         """Make the start of a request and put it where the child finds it."""
         headers = request.request_dict
         tag = getattr(request.message, "delivery_tag", None)
@@ -115,16 +123,16 @@ class Worker:
             token=token,
             session=session or self.session.name,
             attempt=attempt,
-            marker=f"{request.id}:{attempt}:{published_at or ''}",
+            marker=f"{request.id}:{attempt}:{context['replays']}:{context['published_at'] or ''}",
             predecessor=predecessor,
             tag=tag if session and request.task.acks_late else None,
-            node=self._node,
+            node=self.node,
             pid=os.getpid(),
             deadline_seconds=limit.total_seconds() if isinstance(limit, timedelta) else limit or time_limit,
         )
         # A copy: what is put into the shared dictionary would travel on into retries.
         properties = dict(headers.get("properties") or {})
-        properties[CONTEXT_KEY] = {name: getattr(start, name) for name in Start.__dataclass_fields__}
+        properties[CONTEXT_KEY] = {**context, "start": asdict(start)}
         headers["properties"] = properties
         self._requests[token] = weakref.ref(request, lambda _: self._requests.pop(token, None))
         return start
@@ -157,6 +165,29 @@ class Worker:
             self._give_back(start, reason="cancelled")
 
         self._later(hand_back, tag=start.tag)
+
+    def dead_letter(self, request: Any, death: Death) -> None:
+        """Move the request's message to its dead letter queue before anything acknowledges it."""
+        queue = request.task.dead_letter_queue or self._plugin.dead_letter_queue
+        self.dead_letter_message(request.message, death, queue=queue)
+
+    def dead_letter_message(self, message: Any, death: Death, *, queue: str | None = None) -> None:
+        """Move a raw message to a dead letter queue. On Redis in one step, soon; else published now, then acked."""
+        queue = queue or self._plugin.dead_letter_queue
+        tag = getattr(message, "delivery_tag", None)
+        if self._stores.deliveries is not None and isinstance(tag, str) and session_of_tag(tag) is not None:
+            self._later(lambda: self._move_to_dead_letters(tag, death, queue), tag=tag)
+        else:
+            self._unconfirmed.add(message, death, queue)
+
+    def dead_letter_raw(self, tag: str, death: Death) -> None:
+        """Move a delivery of which not even a message could be made."""
+        queue = self._plugin.dead_letter_queue
+        self._later(lambda: self._move_to_dead_letters(tag, death, queue), tag=tag)
+
+    def is_pending(self, tag: str) -> bool:
+        """The agents' thread settles the delivery; nobody else may."""
+        return tag in self._pending_tags
 
     def ended_from_outside(self, start: Start, *, state: str) -> None:
         """Main ended the start (time limit, revocation): give its lease back."""
@@ -269,15 +300,20 @@ class Worker:
                 task_name=start.task_name,
                 task_id=start.task_id,
                 reason="process died",
-                owner=self._node,
+                owner=self.node,
                 age_seconds=failure.age_seconds,
                 unfinished_starts=unfinished,
             )
         )
         if unfinished > self._settings.max_stalls and start.tag:
-            failure.store(unfinished)
+            exc = failure.store(unfinished)
             self._release(start, ended=True, marker=True, state="failure")
-            self._acknowledge(start.tag)
+            death = failure.death(exc, worker=self.node)
+            if death is not None:
+                queue = failure.queue or self._plugin.dead_letter_queue
+                self._move_to_dead_letters(start.tag, death, queue)
+            else:
+                self._acknowledge(start.tag)
         else:
             self._give_back(start, reason="process died", age_seconds=failure.age_seconds)
 
@@ -296,7 +332,7 @@ class Worker:
                         task_name=start.task_name,
                         task_id=start.task_id,
                         reason=reason,
-                        owner=self._node,
+                        owner=self.node,
                         age_seconds=age_seconds,
                         started=True,
                     )
@@ -318,11 +354,27 @@ class Worker:
                             task_name=envelope.task_name,
                             task_id=envelope.task_id,
                             reason=reason,
-                            owner=self._node,
+                            owner=self.node,
                             age_seconds=0.0,
                             started=False,
                         )
                     )
+
+    def _move_to_dead_letters(self, tag: str, death: Death, queue: str) -> None:
+        deliveries, layout, session = self._stores.deliveries, self._plugin.layout, session_of_tag(tag)
+        if deliveries is None or layout is None or session is None:
+            return
+        for delivery in deliveries.named(session, [tag]):
+            known = death if death.queue else replace(death, queue=queue_of(delivery.list_key, layout))
+            moved = deliveries.settle(
+                replace(delivery, list_key=layout.prefix + queue),
+                session=session,
+                message=Envelope.decode(delivery.message).dead_lettered(known),
+                dead=False,
+                front=False,
+            )
+            if moved:
+                self._plugin.tell(TaskDeadLettered(task_name=known.task, task_id=known.id, death=known, queue=queue))
 
     def _acknowledge(self, tag: str) -> None:
         session = session_of_tag(tag)
@@ -340,7 +392,7 @@ class Worker:
                 task_name=start.task_name,
                 task_id=start.task_id,
                 reason="taken over",
-                owner=self._node,
+                owner=self.node,
                 age_seconds=utc_now().timestamp() - request.time_start if request and request.time_start else 0.0,
             )
         )
@@ -366,8 +418,8 @@ class Worker:
 
     def _new_session(self) -> Session:
         return Session(
-            name=f"{self._node}:{os.getpid()}:{uuid.uuid4().hex[:12]}",
-            node=self._node,
+            name=f"{self.node}:{os.getpid()}:{uuid.uuid4().hex[:12]}",
+            node=self.node,
             identity=witness.identify(),
         )
 
@@ -379,15 +431,16 @@ class _Failure:
         self._request = request
         self._max_stalls = max_stalls
         self._stored = False
+        self.queue: str | None = request.task.dead_letter_queue
         started = request.time_start
         self.age_seconds = utc_now().timestamp() - started if started else 0.0
 
-    def store(self, unfinished_starts: int) -> None:
+    def store(self, unfinished_starts: int) -> StalledTooOften:
         """Store FAILURE, run errbacks, tell chord and chain; once, also when what follows is repeated."""
-        if self._stored:
-            return
         request = self._request
         exc = StalledTooOften(request.type, request.id, unfinished_starts, self._max_stalls)
+        if self._stored:
+            return exc
         request.task.backend.mark_as_failure(
             request.id, exc, request=request._context, store_result=request.store_errors
         )
@@ -402,3 +455,59 @@ class _Failure:
             einfo=None,
         )
         logger.error("%s", exc)
+        return exc
+
+    def death(self, exc: StalledTooOften, *, worker: str) -> Death | None:
+        """Its envelope; ``None`` where the task wants no dead letters."""
+        reason = reason_of(exc, self._request.task, attempt=0, first_published_at=None)
+        return death_of_request(self._request, exc, "", reason, worker=worker) if reason else None
+
+
+class _Unconfirmed:
+    """Dead letters for brokers without one-step moves: published with confirm, then acknowledged by Celery.
+
+    What cannot be published keeps its message unacknowledged, and is tried again by the worker's timer.
+    """
+
+    def __init__(self, worker: Worker, plugin: Plugin) -> None:
+        self._worker = worker
+        self._plugin = plugin
+
+    def add(self, message: Any, death: Death, queue: str) -> None:
+        """Publish now, in Celery's own thread: the acknowledgement that follows uses its connection."""
+        try:
+            self._publish(message, death, queue)
+        except Exception as exc:  # noqa: BLE001  # whatever keeps the broker from confirming
+            logger.error("dead letter of %s[%s] waits: %s", death.task, death.id, exc)
+            settle = message._selfheal_settle = _Held(message)
+            self._again(lambda: self._publish(message, death, queue), settle)
+
+    def _publish(self, message: Any, death: Death, queue: str) -> None:
+        headers = dict(names.of_the_user(message.headers or {}), **{DEATH_HEADER: death.header()})
+        self._plugin.publisher.send_raw(message, headers=headers, queue=queue, declare=True)
+        self._plugin.tell(TaskDeadLettered(task_name=death.task, task_id=death.id, death=death, queue=queue))
+
+    def _again(self, publish: Callable[[], None], held: _Held) -> None:
+        def attempt() -> None:
+            try:
+                publish()
+            except Exception as exc:  # noqa: BLE001  # as above
+                logger.error("a dead letter still waits: %s", exc)
+                self._again(publish, held)
+            else:
+                held.let_go()
+
+        self._worker.timer.call_after(PUBLISH_PAUSE_SECONDS, attempt)
+
+
+class _Held:
+    """Keeps a message unacknowledged until its dead letter is confirmed."""
+
+    def __init__(self, message: Any) -> None:
+        self._message = message
+        self._ack = message.ack
+        message.ack = message.reject = lambda *args, **kwargs: None
+
+    def let_go(self) -> None:
+        """Acknowledge, on the channel from which the message came."""
+        self._ack()

@@ -143,6 +143,11 @@ class RedisDeliveryStore:
             )
         ]
 
+    def push(self, list_key: str, message: bytes) -> None:
+        """Put one more message behind what waits in a list."""
+        with answering(self._address, "push"):
+            self._client.lpush(list_key, message)
+
     def acknowledge(self, tag: str, *, session: str) -> None:
         """The delivery is done. A repeat changes nothing."""
         with answering(self._address, "acknowledge"), self._client.pipeline(transaction=True) as pipe:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from celery_selfheal.dead_letter import Death
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskStalled:
@@ -62,6 +64,21 @@ class LeaseWasLost:
     age_seconds: float
 
 
-Event: TypeAlias = TaskStalled | TaskRecovered | LeaseWasLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskDeadLettered:
+    """A message was moved to a dead letter queue: it will not run again by itself.
+
+    Attributes:
+        death: Why, and where it came from.
+        queue: The dead letter queue.
+    """
+
+    task_name: str
+    task_id: str
+    death: Death
+    queue: str
+
+
+Event: TypeAlias = TaskDeadLettered | TaskStalled | TaskRecovered | LeaseWasLost
 Observer: TypeAlias = Callable[[Event], None]
 """Called in the thread that noticed; must not raise."""

@@ -48,14 +48,15 @@ def rounds() -> Callable[[int], int]:
 
 
 @pytest.fixture
-def figures(record_property: Callable[[str, object], None]) -> Callable[[str, list[float]], None]:
-    """Show measured seconds in the summary at the end of the run."""
+def figures(record_property: Callable[[str, object], None]) -> Callable[[str, list[float]], dict[str, float]]:
+    """Show measured seconds in the summary at the end of the run, and return their percentiles."""
 
-    def show(what: str, seconds: list[float]) -> None:
+    def show(what: str, seconds: list[float]) -> dict[str, float]:
         values = {f"p{p}": percentile(seconds, p) for p in (50, 95, 99)}
         values["max"] = max(seconds)
         text = "  ".join(f"{name} {value:.2f}" for name, value in values.items())
         record_property(FIGURES, f"{what}: n {len(seconds)}  {text} s")
+        return values
 
     return show
 

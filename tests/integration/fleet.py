@@ -190,7 +190,7 @@ class Fleet:
             **self._urls,
             "SHOP_SETTINGS": json.dumps(self.settings),
             "SHOP_DIARY": str(self.diary.path),
-            "PYTHONPATH": str(APPS),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(APPS), os.environ.get("PYTHONPATH")])),
         }
 
     def _content(self, key: str) -> object:

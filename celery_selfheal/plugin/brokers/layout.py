@@ -51,3 +51,10 @@ def layout_of(app: Celery) -> RedisLayout | None:
         visibility_timeout=timedelta(seconds=float(option("visibility_timeout"))),
         ack_emulation=bool(option("ack_emulation")),
     )
+
+
+def queue_of(list_key: str, layout: RedisLayout) -> str:
+    """Name of the queue to which a list belongs: without prefix and priority step."""
+    name = list_key.removeprefix(layout.prefix)
+    queue, mark, step = name.rpartition(layout.sep)
+    return queue if mark and step.isdigit() else name

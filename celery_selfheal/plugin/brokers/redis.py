@@ -18,6 +18,7 @@ from celery_selfheal.errors import StoreError
 from celery_selfheal.keys import Keys, delivery_tag, session_of_tag
 from celery_selfheal.leases.scripts import NoScriptError, source
 from celery_selfheal.plugin.brokers.layout import RedisLayout
+from celery_selfheal.plugin.death import death_of_bytes
 from celery_selfheal.plugin.worker import Worker
 from celery_selfheal.sessions.redis import RedisDeliveryStore
 
@@ -162,13 +163,27 @@ class ReliableFetch:
             self._worker.hand_over_later([tag])
             return
         channel._queue_cycle.rotate(queue)
+        if queue not in channel.connection._callbacks:
+            # The consumer was cancelled while the answer was under way.
+            self._worker.hand_over_later([tag])
+            return
         try:
             payload = json.loads(message)
             payload["properties"]["delivery_tag"] = tag
-        except (ValueError, TypeError, KeyError):
-            logger.error("message in queue %s is no envelope of kombu's; it stays unacknowledged as %s", queue, tag)
+        except (ValueError, TypeError, KeyError) as exc:
+            self._refuse(tag, queue, exc)
             return
-        channel.connection._deliver(payload, queue)
+        try:
+            channel.connection._deliver(payload, queue)
+        except Exception as exc:
+            if tag in self._qos._delivered:
+                raise
+            # Not even a message could be made of it: its body is cut short, say.
+            self._refuse(tag, queue, exc)
+
+    def _refuse(self, tag: str, queue: str, exc: Exception) -> None:
+        logger.error("a message in queue %s cannot be read: %s: %s", queue, type(exc).__name__, exc)
+        self._worker.dead_letter_raw(tag, death_of_bytes(exc, queue=queue, worker=self._worker.node))
 
     def _pause(self, *, no_session: bool) -> None:
         if no_session:
@@ -211,6 +226,9 @@ class ReliableFetch:
         if session is None:
             self._original_ack(tag)
             return
+        if self._worker.is_pending(tag):
+            self._forget(tag)
+            return
         try:
             self._deliveries.acknowledge(tag, session=session)
         except StoreError as exc:
@@ -227,6 +245,8 @@ class ReliableFetch:
             self._ack(tag)
             return
         self._forget(tag)
+        if self._worker.is_pending(tag):
+            return
         try:
             for delivery in self._deliveries.named(session, [tag]):
                 self._deliveries.settle(delivery, session=session, message=delivery.message, dead=False, front=False)

@@ -1,0 +1,31 @@
+"""Message headers that are ours, and those of brokers, which must not travel on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from celery_selfheal.dead_letter import DEATH_HEADER
+
+PUBLISHED = "selfheal-published-at"
+"""Instant of the publication; parked and restored copies keep it, a retry or a new publication has another."""
+FIRST_PUBLISHED = "selfheal-first-published-at"
+"""Instant of the first attempt's publication, for ``retry_max_age``."""
+FIRST_FAILURE = "selfheal-first-failure-at"
+"""Instant of the first attempt's failure, for the dead letter."""
+PREDECESSOR = "selfheal-predecessor"
+"""Token of the start whose retry a message is."""
+RESTORES = "selfheal-restores"
+"""How often the message was taken from a dead worker."""
+REPLAYS = "selfheal-replays"
+"""How often it was replayed from the dead letter queue."""
+BUDGET_PAID = "selfheal-budget-paid"
+"""The retry has waited for its place in the retry budget."""
+
+OURS = (PUBLISHED, FIRST_PUBLISHED, FIRST_FAILURE, PREDECESSOR, RESTORES, REPLAYS, BUDGET_PAID, DEATH_HEADER)
+BROKERS = ("x-death", "x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-", "redelivered")
+
+
+def of_the_user(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """Headers without those that brokers and we add to a delivery."""
+    return {name: value for name, value in headers.items() if name not in OURS and not name.startswith(BROKERS)}

@@ -1,0 +1,105 @@
+"""Why a task died, as main sees it: reason code and envelope."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import celery
+from celery.exceptions import Ignore, Reject, Retry, Terminated, TimeLimitExceeded
+
+import celery_selfheal
+from celery_selfheal.classify import Verdict, classify
+from celery_selfheal.clock import utc_now
+from celery_selfheal.dead_letter import Death, Reason
+from celery_selfheal.errors import DeadlineExceeded, InDoubt, PayloadMismatch, StalledTooOften
+from celery_selfheal.plugin.retry import age_of
+
+_NAMED = (
+    (StalledTooOften, Reason.STALLED),
+    ((TimeLimitExceeded, DeadlineExceeded), Reason.DEADLINE),
+    (PayloadMismatch, Reason.PAYLOAD_MISMATCH),
+    (InDoubt, Reason.IN_DOUBT),
+    (Reject, Reason.REJECTED),
+)
+
+
+def versions() -> str:
+    """Of Celery and of us."""
+    return f"celery {celery.__version__}, celery_selfheal {celery_selfheal.__version__}"
+
+
+def reason_of(exc: BaseException, task: Any, *, attempt: int, first_published_at: str | None) -> Reason | None:
+    """Reason code of a final failure; ``None`` where the exception is none, or the task wants no dead letter."""
+    if isinstance(exc, (Retry, Ignore, Terminated)) or (isinstance(exc, Reject) and exc.requeue):
+        return None
+    wanted = isinstance(exc, (task.dead_letter_for, Reject)) and not isinstance(exc, task.dont_dead_letter_for)
+    if not task.dead_letter or not wanted:
+        return None
+    for kind, reason in _NAMED:
+        if isinstance(exc, kind):
+            return reason
+    verdict = classify(exc, task.retry_policy, attempt=attempt, age=age_of(first_published_at))
+    # The child has given up on an error that is worth retrying: by self.retry(max_retries=...), say.
+    return Reason.UNRECOVERABLE if verdict is Verdict.UNRECOVERABLE else Reason.EXHAUSTED
+
+
+def death_of_request(request: Any, exc: BaseException, trace: str, reason: Reason, *, worker: str) -> Death:
+    """Envelope of a task that failed for good."""
+    return _death(
+        request.context_of_start,
+        request.delivery_info,
+        reason,
+        id=str(request.id),
+        task=str(request.type),
+        exception=type(exc).__name__,
+        text=str(exc),
+        trace=trace or "",
+        attempts=int(request.request_dict.get("retries") or 0) + (0 if isinstance(exc, StalledTooOften) else 1),
+        stalls=exc.starts if isinstance(exc, StalledTooOften) else 0,
+        worker=worker,
+    )
+
+
+def death_of_message(message: Any, exc: BaseException | None, reason: Reason, *, worker: str) -> Death:
+    """Envelope of a message that no task could be made of."""
+    headers = message.headers if isinstance(message.headers, dict) else {}
+    return _death(
+        {},
+        {**(message.delivery_info or {}), "priority": (message.properties or {}).get("priority")},
+        reason,
+        id=str(headers.get("id") or ""),
+        task=str(headers.get("task") or ""),
+        exception=type(exc).__name__ if exc else "",
+        text=str(exc) if exc else "",
+        worker=worker,
+    )
+
+
+def death_of_bytes(exc: BaseException, *, queue: str, worker: str) -> Death:
+    """Envelope of something in a queue that is no message."""
+    return _death(
+        {},
+        {"routing_key": queue},
+        Reason.UNDECODABLE,
+        id="",
+        task="",
+        exception=type(exc).__name__,
+        text=str(exc),
+        worker=worker,
+    )
+
+
+def _death(context: Any, delivery_info: Any, reason: Reason, **known: Any) -> Death:
+    now = utc_now().isoformat()
+    return Death(
+        reason=reason.value,
+        first_failure=context.get("first_failure_at") or now,
+        died_at=now,
+        queue=str(delivery_info.get("queue") or delivery_info.get("routing_key") or ""),
+        exchange=str(delivery_info.get("exchange") or ""),
+        routing_key=str(delivery_info.get("routing_key") or ""),
+        priority=int(delivery_info.get("priority") or 0),
+        replays=int(context.get("replays") or 0),
+        versions=versions(),
+        **known,
+    )
