@@ -17,6 +17,7 @@ from rich.text import Text
 from example_project.verdict import Verdict
 
 STATE_STYLES = {"running": "green", "starting": "cyan", "killed": "bold red", "paused": "bold yellow"}
+MARKS = {True: Text("ok", "green"), False: Text("WRONG", "bold red"), None: Text("")}
 STEPS = 10  # so many plain lines tell of the progress
 
 
@@ -73,8 +74,7 @@ class Display:
         table.add_column("found")
         table.add_column("must be")
         for line in verdict.lines:
-            mark = Text("ok", "green") if line.is_right else Text("WRONG", "bold red")
-            table.add_row(mark, line.label, Text(line.found, "" if line.is_right else "red"), Text(line.rule, "dim"))
+            table.add_row(MARKS[line.is_right], line.label, line.found, Text(line.rule, "dim"))
         self._console.print()
         self._console.print(table)
         self._console.print()

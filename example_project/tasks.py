@@ -63,5 +63,5 @@ def receipt_text(order: dict[str, Any]) -> str:
 
 
 def _card_network(order_number: str) -> None:
-    """Wait as for a bank: 50 to 150 ms, always the same for the same order."""
-    time.sleep(0.05 + zlib.crc32(order_number.encode()) % 101 / 1000)
+    """Wait as for a bank: 100 to 250 ms, always the same for the same order."""
+    time.sleep(0.1 + zlib.crc32(order_number.encode()) % 151 / 1000)

@@ -72,14 +72,18 @@ class Seen:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the verdict: ``key`` and ``value`` for programs, the texts for people."""
+    """One line of the verdict: ``key`` and ``value`` for programs, the texts for people.
+
+    Attributes:
+        is_right: ``None`` where nothing can be wrong.
+    """
 
     key: str
     value: Any
     label: str
     found: str
     rule: str
-    is_right: bool
+    is_right: bool | None
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,16 @@ class Verdict:
     @property
     def is_right(self) -> bool:
         """Whether nothing was lost, stuck, doubled or wrong."""
-        return all(line.is_right for line in self.lines)
+        return not self.wrong
+
+    @property
+    def wrong(self) -> list[str]:
+        """Keys of the lines that are not as they must be."""
+        return [line.key for line in self.lines if line.is_right is False]
 
     def as_document(self) -> dict[str, Any]:
         """The verdict for programs."""
-        wrong = [line.key for line in self.lines if not line.is_right]
-        return {"ok": self.is_right, "wrong": wrong, **{line.key: line.value for line in self.lines}}
+        return {"ok": self.is_right, "wrong": self.wrong, **{line.key: line.value for line in self.lines}}
 
 
 def recovery(strike: Strike, starts: Sequence[Started], recovered: Collection[str]) -> Recovery:
@@ -136,7 +144,8 @@ def started_twice(starts: Sequence[Started], strikes: Sequence[Strike]) -> tuple
         if all(any(strike.hit(start, grace_ms=ANSWER_MS) for strike in strikes) for start in own[:-1])
     }
     charged_twice = {own[0].subject for task_id, own in twice.items() if task_id in struck and own[0].task == "charge"}
-    excused, unexplained = {}, {}
+    excused: dict[str, str] = {}
+    unexplained: dict[str, str] = {}
     for task_id, own in twice.items():
         follows = own[0].task == "receipt" and own[0].subject in charged_twice
         (excused if task_id in struck or follows else unexplained)[task_id] = f"{own[0].task} {own[0].subject}"
@@ -153,54 +162,38 @@ def judge(seen: Seen) -> Verdict:
     double = sorted(number for number, times in booked.items() if times > 1)
     excused, unexplained = started_twice(starts, seen.strikes)
     due = total((order.currency, order.amount_cents) for order in seen.orders)
-    in_books = total((booking.currency, booking.amount_cents) for booking in seen.bookings)
-    lines = [
-        Line("orders", len(numbers), "orders", str(len(numbers)), "", bool(numbers)),
-        Line("finished", len(finished), "finished", str(len(finished)), "all", not lost),
-        Line("lost", lost, "lost", _some(lost), "none", not lost),
-        Line(
-            "started_twice",
-            sorted(excused.values()),
-            "started twice",
-            str(len(excused)),
-            "were running where we struck",
-            is_right=True,
-        ),
-        Line(
-            "started_twice_unexplained",
-            sorted(unexplained.values()),
-            "started twice for no reason",
-            _some(sorted(unexplained.values())),
-            "none",
-            not unexplained,
-        ),
-        Line("double_charges", double, "double charges", _some(double), "none", not double),
-        Line("books", in_books, "booked", in_words(in_books), in_words(due), in_books == due),
-        Line(
-            "day_total", seen.day_total, "day closed with", _total(seen.day_total), in_words(due), seen.day_total == due
-        ),
-        *_strike_lines(seen, starts),
-        _poison_line(seen),
-        Line("left_over", seen.left_over, "left in the broker", str(seen.left_over), "nothing", not seen.left_over),
-        Line(
-            "own_deaths",
-            list(seen.own_deaths),
-            "died by themselves",
-            _some(seen.own_deaths),
-            "none",
-            not seen.own_deaths,
-        ),
-    ]
-    return Verdict(lines)
+    booked_total = total((booking.currency, booking.amount_cents) for booking in seen.bookings)
+    twice, in_vain = sorted(excused.values()), sorted(unexplained.values())
+    closed = "never" if seen.day_total is None else in_words(seen.day_total)
+    deaths = list(seen.own_deaths)
+    as_ordered = "sum of the orders" if seen.day_total == booked_total == due else in_words(due)
+    return Verdict(
+        [
+            Line("orders", len(numbers), "orders", str(len(numbers)), "", None),
+            Line("finished", len(finished), "finished", str(len(finished)), "all", finished == numbers),
+            Line("lost", lost, "lost", _some(lost), "none", not lost),
+            Line("started_twice", twice, "started twice", str(len(twice)), "only what ran where we struck", None),
+            Line("started_in_vain", in_vain, "twice for no reason", _some(in_vain), "none", not in_vain),
+            Line("charged_twice", double, "charged twice", _some(double), "none", not double),
+            Line("booked", booked_total, "booked", in_words(booked_total), as_ordered, booked_total == due),
+            Line("day_total", seen.day_total, "day closed with", closed, as_ordered, seen.day_total == due),
+            *_strike_lines(seen, starts),
+            _poison_line(seen),
+            Line("left_over", seen.left_over, "left in the broker", str(seen.left_over), "nothing", not seen.left_over),
+            Line("own_deaths", deaths, "died by themselves", _some(deaths), "none", not deaths),
+        ]
+    )
 
 
 def _strike_lines(seen: Seen, starts: Sequence[Started]) -> list[Line]:
     lines = []
     for strike, ids in zip(seen.strikes, seen.recovered, strict=True):
         healed = recovery(strike, starts, ids)
-        found = f"{healed.held} tasks started again in {healed.seconds:.1f} s" if healed.held else "it held nothing"
+        found = f"{healed.held} held, healed in {healed.seconds:.1f} s"
         if healed.missing:
-            found = f"{len(healed.missing)} of {healed.held} tasks never started again"
+            found = f"{len(healed.missing)} of {healed.held} never started again"
+        elif not healed.held:
+            found = "held nothing"
         value = {
             "worker": strike.worker,
             "held": healed.held,
@@ -209,7 +202,7 @@ def _strike_lines(seen: Seen, starts: Sequence[Started]) -> list[Line]:
         }
         key = strike.what.replace(" ", "_")
         label = f"{strike.what} ({strike.worker})"
-        lines.append(Line(key, value, label, found, "all of them", not healed.missing))
+        lines.append(Line(key, value, label, found, "all started again", not healed.missing))
     return lines
 
 
@@ -225,7 +218,3 @@ def _some(names: Sequence[str]) -> str:
     if len(names) > 3:
         return f"{len(names)}: {', '.join(names[:3])} …"
     return f"{len(names)}: {', '.join(names)}" if names else "0"
-
-
-def _total(day_total: Mapping[str, int] | None) -> str:
-    return "never" if day_total is None else in_words(day_total)

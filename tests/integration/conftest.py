@@ -61,17 +61,6 @@ def figures(record_property: Callable[[str, object], None]) -> Callable[[str, li
     return show
 
 
-@pytest.fixture
-def needs_gevent() -> None:
-    """Without gevent the test is left out on this machine, and fails in CI."""
-    try:
-        import gevent  # noqa: F401
-    except ImportError:
-        if os.environ.get("CI", "").lower() == "true":
-            pytest.fail("CI must test the gevent pool: install gevent")
-        pytest.skip("gevent is not installed")
-
-
 def percentile(values: list[float], percent: float) -> float:
     """The smallest value that at least so many percent do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import pytest
 from celery import _state
 
 from celery_selfheal.keys import Keys
@@ -100,6 +101,8 @@ class Fleet:
 
     def start(self, name: str, *, app: str = "shop", ready: bool = True, **options: Any) -> WorkerProcess:
         """Start a worker in the test's folder; ``options`` as for ``WorkerProcess``."""
+        if options.get("pool") == "gevent":
+            _require_gevent()
         worker = WorkerProcess(
             app, cwd=self.folder, log=self.folder / f"{name}.log", name=name, env=self._env(), **options
         )
@@ -161,13 +164,22 @@ class Fleet:
         held = self._broker.hgetall("unacked")
         return {json.loads(entry)[0]["headers"]["id"]: tag.decode() for tag, entry in held.items()}
 
+    def store_seconds(self) -> float:
+        """The broker's clock, Unix seconds."""
+        seconds, micros = self._broker.time()
+        return float(seconds + micros / 1e6)
+
+    def counted(self, event: str) -> int:
+        """How often the lease store counted an event, over all tasks."""
+        counts = self._broker.hgetall(self._keys.counters)
+        return sum(int(count) for name, count in counts.items() if name.decode().startswith(f"{event}|"))
+
     def session_ends(self, node: str) -> float:
         """When the session of a worker runs out unless it beats again, in monotonic seconds."""
-        seconds, micros = self._broker.time()
-        now = time.monotonic()
+        to_monotonic = time.monotonic() - self.store_seconds()
         for session, expires_ms in self._broker.zrange(self._keys.sessions, 0, -1, withscores=True):
             if session.decode().startswith(f"{node}@"):
-                return now + float(expires_ms) / 1000 - (seconds + micros / 1e6)
+                return float(expires_ms) / 1000 + to_monotonic
         raise LookupError(f"no session of {node}")
 
     def close(self) -> None:
@@ -201,3 +213,11 @@ class Fleet:
             b"set": lambda: self._broker.smembers(key),
         }.get(self._broker.type(key), lambda: self._broker.type(key))
         return read()
+
+
+def _require_gevent() -> None:
+    """Without gevent the test is left out on this machine, and fails in CI."""
+    if importlib.util.find_spec("gevent") is None:
+        if os.environ.get("CI", "").lower() == "true":
+            pytest.fail("CI must test the gevent pool: install gevent")
+        pytest.skip("gevent is not installed")

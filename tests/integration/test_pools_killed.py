@@ -11,9 +11,8 @@ from integration.killing import kill_rounds
 
 LONG_TTL = {"selfheal_lease_ttl": 600}
 SHORT_TTL = {"selfheal_lease_ttl": 3, "selfheal_heartbeat_interval": 1, "selfheal_reaper_interval": 0.5}
-POOLS = ["threads", pytest.param("gevent", marks=pytest.mark.usefixtures("needs_gevent"))]
 
-pytestmark = pytest.mark.parametrize("pool", POOLS)
+pytestmark = pytest.mark.parametrize("pool", ["threads", "gevent"])
 
 
 def test_a_living_worker_of_the_machine_heals_a_killed_one_long_before_its_leases_run_out(

@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -62,8 +63,10 @@ def compute(self, seconds):
 
 @app.task(bind=True, base=SelfHealTask)
 def poison(self, victim):
-    """Kill the process that runs the body, or the worker's main process if that is another one."""
+    """Kill the process that runs the body, or the worker's main process if that is another one, or just leave it."""
     note("start", self)
+    if victim == "exit":
+        sys.exit(0)
     os.kill({"self": os.getpid(), "parent": os.getppid()}[victim], signal.SIGKILL)
     time.sleep(60)
 

@@ -100,21 +100,25 @@ def test_appendonly_server_keeps_what_it_acknowledged_when_killed() -> None:
         assert server.pid != pid
 
 
-def test_server_forgets_everything_when_killed(server: RedisServer) -> None:
-    server.client().set("promised", "nothing")
-
-    server.kill()
-    server.start()
-
-    assert server.client().get("promised") is None
-
-
-def test_restart_ends_a_running_server_first(server: RedisServer) -> None:
+def test_restart_ends_a_running_server_first_and_starts_it_empty(server: RedisServer) -> None:
     pid = server.pid
+    server.client().set("promised", "nothing")
 
     server.restart()
 
     assert not _exists(pid)
+    assert server.client().get("promised") is None
+
+
+def test_killed_server_is_started_again_on_its_port(server: RedisServer) -> None:
+    port, pid = server.port, server.pid
+    server.kill()
+
+    server.start()
+    server.start()
+
+    assert server.port == port
+    assert server.pid != pid
     assert server.client().ping()
 
 

@@ -1,0 +1,10 @@
+"""What the plugin costs and how fast it heals, measured on this machine.
+
+``python -m benchmarks.NAME`` prints a table, with ``--json`` one JSON document; progress goes to standard error. Each
+starts servers and workers of its own. Compare figures of one run only: a laptop is not a server.
+
+* ``recovery``: how long after SIGKILL the tasks go on
+* ``roundtrips``: calls to Redis for each task and each beat
+* ``sweep``: one sweep beside up to a million live leases
+* ``throughput``: tasks a second, beside plain Celery
+"""

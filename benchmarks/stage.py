@@ -1,0 +1,73 @@
+"""A private server, and workers on it."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from benchmarks.tasks import APP, PLAIN_VARIABLE, QUEUE, URL_VARIABLE
+from celery_selfheal.testing import RedisServer, WorkerProcess
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+class Stage:
+    """Starts what a benchmark needs, and ends all of it, however the benchmark ends."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="selfheal-benchmark-"))
+        self._workers: list[WorkerProcess] = []
+        self.server = RedisServer()
+        self.client = self.server.client
+
+    @property
+    def url(self) -> str:
+        """Database 0 of the server."""
+        return self.server.url()
+
+    def worker(
+        self,
+        *,
+        plain: bool = False,
+        concurrency: int = 1,
+        prefetch: int = 4,
+        pid_namespace: bool = False,
+        args: Sequence[str] = (),
+    ) -> WorkerProcess:
+        """Start a worker, without waiting until it is ready."""
+        name = f"w{len(self._workers) + 1}"
+        worker = WorkerProcess(
+            APP,
+            cwd=ROOT,
+            log=self._folder / f"{name}.log",
+            name=name,
+            concurrency=concurrency,
+            prefetch=prefetch,
+            pid_namespace=pid_namespace,
+            env={URL_VARIABLE: self.url, PLAIN_VARIABLE: "yes" if plain else ""},
+            args=args,
+        )
+        self._workers.append(worker)
+        return worker.start()
+
+    def __enter__(self) -> Stage:
+        self.server.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for worker in self._workers:
+            worker.stop(grace=0)
+        self.server.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def is_drained(client: object) -> bool:
+    """Whether nothing waits in the queue and nothing is unacknowledged."""
+    with client.pipeline(transaction=False) as pipe:  # type: ignore[attr-defined]  # its types differ by version
+        waiting, unacked = pipe.llen(QUEUE).hlen("unacked").execute()
+    return not waiting and not unacked
