@@ -59,6 +59,14 @@ class Keys:
         """The last fence that was given out."""
         return f"{self.root}:fence"
 
+    def budget(self, task_name: str) -> str:
+        """Hash ``tokens, at_ms``: retries that the fleet may still start for a task name."""
+        return f"{self.root}:budget:{task_name}"
+
+    def wait(self, token: str) -> str:
+        """What this very start was told to wait, so that a repeat of the question takes no second place."""
+        return f"{self.root}:wait:{token}"
+
     @property
     def counters(self) -> str:
         """Hash: event and task name -> count."""

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from celery_selfheal.errors import SettingsError
+from celery_selfheal.retry_budget import RetryBudget
 
 PREFIX = "selfheal_"
 MIN_DONE_TTL = timedelta(hours=1)  # Celery's own default visibility timeout on Redis
@@ -76,6 +77,21 @@ def _text(what: str, *, none_means: str) -> dict[str, _Rule]:
     def rule(value: object) -> object:
         if value is not None and (not isinstance(value, str) or not value.strip()):
             raise _RuleBroken(f"{what} or None ({none_means})")
+        return value
+
+    return {"rule": rule}
+
+
+def _budget() -> dict[str, _Rule]:
+    def rule(value: object) -> object:
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            raise _RuleBroken("a text like '20% + 10/s' or None (no limit)")
+        try:
+            RetryBudget.parse(value)
+        except SettingsError as exc:
+            raise _RuleBroken(exc.message.partition(" must ")[2].removeprefix("be ").partition(", got")[0]) from None
         return value
 
     return {"rule": rule}
@@ -185,9 +201,7 @@ class SelfHealSettings:
     unrecoverable: tuple[type[BaseException] | str, ...] = field(default=(), metadata=_exceptions())
     #: Retries that the whole fleet may send for one task name, as a share of its starts plus a rate. Above it a retry
     #: waits longer. None: no such limit.
-    retry_budget: str | None = field(
-        default="20% + 10/s", metadata=_text("a text like '20% + 10/s'", none_means="no limit")
-    )
+    retry_budget: str | None = field(default="20% + 10/s", metadata=_budget())
     #: Name of the dead letter queue. None: "<app>.dlq".
     dlq: str | None = field(default=None, metadata=_text("a queue's name", none_means="'<app>.dlq'"))
     #: How often one dead letter may be replayed; more needs force.

@@ -67,6 +67,19 @@ class Envelope:
             properties["delivery_info"] = dict(properties["delivery_info"], redelivered=True)
         return json.dumps(dict(self.fields, headers=headers, properties=properties)).encode()
 
+    def parked(self, *, eta: str, paid: bool) -> bytes:
+        """A copy that comes back at ``eta``; it was in time, so it does not expire any more.
+
+        Args:
+            paid: It has its place in the retry budget.
+        """
+        if not self.fields:
+            return self.raw
+        headers = dict(self._headers, eta=eta, expires=None)
+        if paid:
+            headers[names.BUDGET_PAID] = True
+        return json.dumps(dict(self.fields, headers=headers)).encode()
+
     def dead_lettered(self, death: Death) -> bytes:
         """The message as it goes to the dead letter queue: its headers plus the reason."""
         if not self.fields:

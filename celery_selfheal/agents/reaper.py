@@ -14,6 +14,7 @@ from celery_selfheal.sessions.port import Delivery, DeliveryStore, Peer, Session
 from celery_selfheal.telemetry.events import Observer, TaskRecovered, TaskStalled
 
 BATCH_SIZE = 100  # sessions or leases asked for at a time: no call holds a small server up
+MAX_RESTORES_OF_A_MESSAGE = 50  # it kills workers before any start could be counted
 MAX_STALLS_A_SWEEP = 2_000
 MAX_RESTORES_A_SWEEP = 2_000  # about half a second: then the heartbeat of this worker has its turn
 
@@ -31,6 +32,13 @@ class SweepReport:
 
     def __bool__(self) -> bool:
         return bool(self.sessions or self.stalls or self.restored)
+
+
+class Graveyard(Protocol):
+    """Where a message goes that kills every worker before it starts."""
+
+    def bury(self, envelope: Envelope, delivery: Delivery, *, owner: str) -> tuple[Delivery, bytes]:
+        """Store its failure, and say where and how to move it."""
 
 
 class Unowned(Protocol):
@@ -56,6 +64,7 @@ class Reaper:
         *,
         deliveries: DeliveryStore | None,
         unowned: Unowned | None,
+        graveyard: Graveyard | None = None,
         session: Callable[[], Session | None],
         lead: timedelta,
         tell: Observer,
@@ -65,6 +74,7 @@ class Reaper:
         self._leases = leases
         self._deliveries = deliveries
         self._unowned = unowned
+        self._graveyard = graveyard
         self._session = session
         self._lead_ms = round(lead.total_seconds() * 1000)
         self._tell = tell
@@ -116,7 +126,7 @@ class Reaper:
             envelopes = [Envelope.decode(delivery.message) for delivery in page]
             moved = self._deliveries.settle_all(
                 [
-                    (delivery, envelope.restored(counted=True, started=envelope.task_id in stalled))
+                    self._move(delivery, envelope, owner=peer.node, started=envelope.task_id in stalled)
                     for delivery, envelope in zip(page, envelopes, strict=True)
                 ],
                 session=peer.name,
@@ -136,6 +146,11 @@ class Reaper:
                             started=envelope.task_id in stalled,
                         )
                     )
+
+    def _move(self, delivery: Delivery, envelope: Envelope, *, owner: str, started: bool) -> tuple[Delivery, bytes]:
+        if self._graveyard is not None and envelope.restores >= MAX_RESTORES_OF_A_MESSAGE:
+            return self._graveyard.bury(envelope, delivery, owner=owner)
+        return delivery, envelope.restored(counted=True, started=started)
 
     def _heal_expired_leases(self, report: SweepReport) -> None:
         self._expire(None, reason="lease ran out", report=report)

@@ -2,18 +2,23 @@
 --
 -- KEYS[1]  lease:<id>        KEYS[2]  journal:<id>   KEYS[3]  done:<marker>   KEYS[4]  inflight
 -- KEYS[5]  expiry index      KEYS[6]  held:<session> KEYS[7]  fence           KEYS[8]  counters
--- KEYS[9]  unacked           KEYS[10] owned:<session>     (only with ARGV[9])
+-- KEYS[9]  budget:<task>     KEYS[10] wait:<token>
+-- KEYS[11] unacked           KEYS[12] owned:<session>     (only with ARGV[9])
 -- ARGV[1]  token             ARGV[2]  task id        ARGV[3]  ttl, ms         ARGV[4]  max_stalls
 -- ARGV[5]  session           ARGV[6]  attempt        ARGV[7]  predecessor's token or ''
 -- ARGV[8]  journal's ttl, ms ARGV[9]  delivery tag or ''
 -- ARGV[10] task name         ARGV[11] record for people and the reaper (JSON)
+-- ARGV[12] 'first', 'retry' or 'paid' (a retry that has waited for its place)
+-- ARGV[13] tokens that a first attempt earns, or '' without a budget    ARGV[14] tokens that a second earns
+-- ARGV[15] most tokens that time can earn
 -- Returns  {'held', fence, stalls, overtaken record or ''}   the start may run
 --          {'stalled', fence, stalls, ''}                    lease taken, but the start must fail instead of running
 --          {'done', token}  {'busy', ms left, attempt of the holder}  {'not mine'}
+--          {'over budget', ms to wait}                       a retry too many: it has its place in the queue of retries
 local token, id, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
 
 if ARGV[9] ~= '' and
-    (redis.call('HEXISTS', KEYS[9], ARGV[9]) == 0 or redis.call('HEXISTS', KEYS[10], ARGV[9]) == 0) then
+    (redis.call('HEXISTS', KEYS[11], ARGV[9]) == 0 or redis.call('HEXISTS', KEYS[12], ARGV[9]) == 0) then
   return {'not mine'}
 end
 
@@ -41,15 +46,42 @@ if holder and not follows then
   return {'busy', redis.call('PTTL', KEYS[1]), redis.call('HGET', KEYS[1], 'attempt')}
 end
 
+local now = redis.call('TIME')
+local now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
+local now_ms = math.floor(now_us / 1000)
+
+if ARGV[13] ~= '' then
+  local wait_ms = redis.call('GET', KEYS[10])
+  if wait_ms then
+    return {'over budget', tonumber(wait_ms)}
+  end
+  local per_second, most = tonumber(ARGV[14]), tonumber(ARGV[15])
+  local bucket = redis.call('HMGET', KEYS[9], 'tokens', 'at_ms')
+  local tokens, at_ms = tonumber(bucket[1] or most), tonumber(bucket[2] or now_ms)
+  if tokens < most then
+    tokens = math.min(most, tokens + (now_ms - at_ms) / 1000 * per_second)
+  end
+  if ARGV[12] == 'first' then
+    tokens = tokens + tonumber(ARGV[13])
+  elseif ARGV[12] == 'retry' then
+    tokens = tokens - 1
+  end
+  redis.call('HSET', KEYS[9], 'tokens', tostring(tokens), 'at_ms', now_ms)
+  redis.call('PEXPIRE', KEYS[9], math.ceil(most / per_second * 1000) + 60000)
+  if ARGV[12] == 'retry' and tokens < 0 then
+    redis.call('HINCRBY', KEYS[8], 'over_budget|' .. ARGV[10], 1)
+    wait_ms = math.ceil(-tokens / per_second * 1000)
+    redis.call('SET', KEYS[10], wait_ms, 'PX', 60000)
+    return {'over budget', wait_ms}
+  end
+end
+
 -- The predecessor's body has ended, or this message would not exist: its start and those before it are settled.
 if follows then
   redis.call('DEL', KEYS[2])
   stalls = 0
 end
 
-local now = redis.call('TIME')
-local now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
-local now_ms = math.floor(now_us / 1000)
 local fence = math.max(tonumber(redis.call('GET', KEYS[7]) or '0') + 1, now_us)
 local fence_text = string.format('%.0f', fence)
 

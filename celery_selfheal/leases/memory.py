@@ -15,11 +15,13 @@ from celery_selfheal.leases.port import (
     Lease,
     NotMine,
     Outcome,
+    OverBudget,
     Renewal,
     Stall,
     StalledOut,
     Start,
 )
+from celery_selfheal.retry_budget import WINDOW_SECONDS, RetryBudget
 
 
 @dataclass(slots=True)
@@ -53,12 +55,15 @@ class MemoryLeaseStore:
         max_stalls: int,
         done_ttl: timedelta,
         deliveries: set[str] | None = None,
+        budget: RetryBudget | None = None,
     ) -> None:
         self._clock = clock
         self._ttl = ttl.total_seconds()
         self._max_stalls = max_stalls
         self._done_ttl = done_ttl.total_seconds()
         self._deliveries = deliveries
+        self._budget = budget
+        self._tokens: dict[str, tuple[float, float]] = {}
         self._tasks: dict[str, _Task] = {}
         self._done: dict[str, tuple[str, float]] = {}
         self._fence = 0
@@ -84,6 +89,9 @@ class MemoryLeaseStore:
             )
             if holder and not follows:
                 return Busy(remaining=timedelta(seconds=holder.expires - self._clock()), attempt=holder.start.attempt)
+            wait = self._wait_for_budget(start)
+            if wait is not None:
+                return OverBudget(wait=wait)
             overtaken = None
             if follows:
                 task.journal.clear()
@@ -163,6 +171,21 @@ class MemoryLeaseStore:
                 self.counters[f"stalls|{start.start.task_name}"] += 1
                 stalls.append(self._stall(task_id, task, start))
             return stalls
+
+    def _wait_for_budget(self, start: Start) -> timedelta | None:
+        if self._budget is None:
+            return None
+        now, per_second = self._clock(), self._budget.per_second
+        most = per_second * WINDOW_SECONDS
+        tokens, at = self._tokens.get(start.task_name, (most, now))
+        if tokens < most:
+            tokens = min(most, tokens + (now - at) * per_second)
+        tokens += {"first": self._budget.share, "retry": -1.0, "paid": 0.0}[start.turn]
+        self._tokens[start.task_name] = (tokens, now)
+        if start.turn == "retry" and tokens < 0:
+            self.counters[f"over_budget|{start.task_name}"] += 1
+            return timedelta(seconds=-tokens / per_second)
+        return None
 
     def _task(self, task_id: str) -> _Task:
         task = self._tasks.setdefault(task_id, _Task())

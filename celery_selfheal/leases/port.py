@@ -6,10 +6,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias
 
 JOURNAL_TTL = timedelta(hours=72)
 """How long unfinished starts are remembered: longer than a weekend without any worker."""
+
+
+Turn: TypeAlias = Literal["first", "retry", "paid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,6 +24,7 @@ class Start:
         session: Worker session that received the message.
         attempt: Task name and number of the try; tells a duplicate from a successor with the same id.
         marker: Names this very message: a copy of it has the same marker, a retry or a replay has not.
+        turn: First attempt, retry, or a retry that has waited for its place in the budget.
         predecessor: Token of the start whose retry this is; its lease may be taken over.
         tag: Delivery tag whose ownership is checked in the same step; ``None`` where the broker has no such record.
         node: Worker node name. For people; never compared.
@@ -34,6 +38,7 @@ class Start:
     session: str
     attempt: str
     marker: str
+    turn: Turn = "first"
     predecessor: str | None = None
     tag: str | None = None
     node: str = ""
@@ -119,7 +124,14 @@ class NotMine:
     """The delivery was taken away from this worker."""
 
 
-Outcome: TypeAlias = Acquired | StalledOut | Busy | AlreadyDone | NotMine
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OverBudget:
+    """The fleet has retried this task name too often lately; this retry has a place after ``wait``."""
+
+    wait: timedelta
+
+
+Outcome: TypeAlias = Acquired | StalledOut | Busy | AlreadyDone | NotMine | OverBudget
 
 
 class Renewal(enum.Enum):
@@ -139,7 +151,7 @@ class LeaseStore(Protocol):
     """
 
     def acquire(self, start: Start) -> Outcome:
-        """Take the lease of the start's task, tested in this order: mine already, done, busy, stalled, free."""
+        """Take the lease of the start's task, tested in this order: mine already, done, busy, budget, stalled, free."""
 
     def release(self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False) -> bool:
         """Give the lease back; ``False`` when another start holds it or has finished the task since.

@@ -20,12 +20,14 @@ from celery_selfheal.leases.port import (
     Lease,
     NotMine,
     Outcome,
+    OverBudget,
     Renewal,
     Stall,
     StalledOut,
     Start,
 )
 from celery_selfheal.leases.scripts import Script, answering, text
+from celery_selfheal.retry_budget import WINDOW_SECONDS, RetryBudget
 
 BOOKKEEPING_TTL = timedelta(days=7)
 """Life of indexes and counters after the last beat of any worker: a fleet that is gone leaves nothing for ever."""
@@ -54,6 +56,7 @@ class RedisLeaseStore:
         address: Names the server in errors, without a password.
         unacked: Given when the broker is the same server and database: ownership of the delivery is then checked
             by ``acquire`` and settled by ``release`` in the same step.
+        budget: Retries above it wait longer; ``None`` for no limit.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class RedisLeaseStore:
         done_ttl: timedelta,
         address: str,
         unacked: UnackedKeys | None = None,
+        budget: RetryBudget | None = None,
     ) -> None:
         self._client: Any = client  # its types differ between the versions of redis-py that we support
         self._keys = keys
@@ -74,6 +78,9 @@ class RedisLeaseStore:
         self._done_ttl_ms = milliseconds(done_ttl)
         self._address = address
         self._unacked = unacked
+        self._budget: list[float | str] = ["", 0, 0]
+        if budget is not None:
+            self._budget = [budget.share, budget.per_second, budget.per_second * WINDOW_SECONDS]
         self._acquire = Script(client, PACKAGE, "acquire", address=address)
         self._release = Script(client, PACKAGE, "release", address=address)
         self._beat = Script(client, PACKAGE, "beat", address=address)
@@ -92,6 +99,8 @@ class RedisLeaseStore:
             names.held(start.session),
             names.fence,
             names.counters,
+            names.budget(start.task_name),
+            names.wait(start.token),
         ]
         tag = self._tag_of(start)
         if tag and self._unacked:
@@ -110,6 +119,8 @@ class RedisLeaseStore:
                 tag,
                 start.task_name,
                 record.encode(start),
+                start.turn,
+                *self._budget,
             ],
         )
         state = text(reply[0])
@@ -117,6 +128,8 @@ class RedisLeaseStore:
             return NotMine()
         if state == "done":
             return AlreadyDone()
+        if state == "over budget":
+            return OverBudget(wait=timedelta(milliseconds=reply[1]))
         if state == "busy":
             return Busy(remaining=timedelta(milliseconds=max(0, reply[1])), attempt=text(reply[2] or b""))
         lease = Lease(task_id=start.task_id, token=start.token, fence=int(reply[1]))

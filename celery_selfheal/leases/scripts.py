@@ -14,7 +14,7 @@ from celery_selfheal.errors import StoreError
 
 __all__ = ("NoScriptError", "Script", "ScriptArgument", "answering", "source", "text")
 
-ScriptArgument = str | int | bytes
+ScriptArgument = str | int | float | bytes
 
 
 def source(package: str, name: str) -> str:

@@ -211,9 +211,20 @@ def reaper_of(plugin: Plugin, stores: Stores, session: Any) -> Any:
         stores.leases,
         deliveries=stores.deliveries,
         unowned=stores.unowned,
+        graveyard=_graveyard(plugin),
         session=session,
         lead=plugin.settings.reaper_interval * 2,
         tell=plugin.tell,
+    )
+
+
+def _graveyard(plugin: Plugin) -> Any:
+    from celery_selfheal.plugin.graveyard import DeadLetterGraveyard
+
+    if plugin.layout is None:
+        return None
+    return DeadLetterGraveyard(
+        plugin.app, plugin.layout, queue=plugin.dead_letter_queue, max_stalls=plugin.settings.max_stalls
     )
 
 

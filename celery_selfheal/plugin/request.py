@@ -39,6 +39,7 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
             "first_published_at": given.get(names.FIRST_PUBLISHED) or given.get(names.PUBLISHED),
             "first_failure_at": given.get(names.FIRST_FAILURE),
             "replays": given.get(names.REPLAYS) or 0,
+            "budget_paid": bool(given.get(names.BUDGET_PAID)),
         }
         worker = self._worker
         if worker is not None:

@@ -15,6 +15,7 @@ from celery_selfheal.keys import Keys, session_of_tag
 from celery_selfheal.leases.redis import RedisLeaseStore
 from celery_selfheal.plugin.brokers.layout import RedisLayout, layout_of
 from celery_selfheal.redis_url import is_redis, make_client, same_server, without_password
+from celery_selfheal.retry_budget import RetryBudget
 from celery_selfheal.sessions.redis import RedisDeliveryStore, RedisSessionStore, message_of
 from celery_selfheal.settings import SelfHealSettings
 
@@ -108,6 +109,7 @@ def open_stores(app: Celery, settings: SelfHealSettings, keys: Keys) -> Stores:
         done_ttl=settings.done_ttl_for(visibility),
         address=without_password(lease.url),
         unacked=layout.unacked if layout and together else None,
+        budget=RetryBudget.parse(settings.retry_budget) if settings.retry_budget else None,
     )
     if layout is None or broker is None:
         sessions = RedisSessionStore(client, keys, ttl=settings.lease_ttl, address=without_password(lease.url))

@@ -28,6 +28,7 @@ from celery_selfheal.leases.port import (
     LeaseStore,
     NotMine,
     Outcome,
+    OverBudget,
     StalledOut,
     Start,
 )
@@ -256,8 +257,13 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
     def _enter(self, plugin: Plugin, start: Start, leases: LeaseStore) -> _Running:
         """Take the lease, or leave by Celery's ways."""
         outcome = self._acquire(leases, start, patience=plugin.settings.lease_ttl)
+        if isinstance(outcome, OverBudget):
+            self._park(plugin, start, outcome.wait, paid=True)
+            raise Ignore(f"the retry budget is used up; the retry waits {outcome.wait.total_seconds():.1f} s longer")
         if isinstance(outcome, Busy):
-            self._park(plugin, start, outcome)
+            is_twin = outcome.attempt in ("", start.attempt)
+            patience = outcome.remaining if is_twin else min(outcome.remaining, SUCCESSOR_PATIENCE)
+            self._park(plugin, start, patience, paid=False)
             raise Ignore(f"parked: another start runs for another {outcome.remaining.total_seconds():.1f} s")
         if isinstance(outcome, AlreadyDone):
             raise Ignore("a copy of this message was finished")
@@ -335,26 +341,31 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             signature.apply_async(producer=producer)
         return True
 
-    def _park(self, plugin: Plugin, start: Start, busy: Busy) -> None:
-        """Replace the delivery by a copy that comes back when the lease may have run out."""
-        is_twin = busy.attempt in ("", start.attempt)
-        patience = busy.remaining if is_twin else min(busy.remaining, SUCCESSOR_PATIENCE)
+    def _park(self, plugin: Plugin, start: Start, patience: timedelta, *, paid: bool) -> None:
+        """Replace the delivery by a copy that comes back after ``patience`` and a little chance.
+
+        Args:
+            paid: The copy has its place in the retry budget.
+        """
         seconds = patience.total_seconds() * (1 + jitter().uniform(0, 0.25))
-        eta = (utc_now() + timedelta(seconds=seconds)).isoformat()
         deliveries = plugin.stores.deliveries
-        logger.info("parked: %s[%s] for %.1f s, another start runs", self.name, start.task_id, seconds)
+        logger.info("parked: %s[%s] for %.1f s", self.name, start.task_id, seconds)
         if deliveries is None or start.tag is None:
             signature = super().signature_from_request(
-                countdown=seconds, retries=self.request.retries, expires=None, headers=self._parked_headers()
+                countdown=seconds,
+                retries=self.request.retries,
+                expires=None,
+                headers=self._parked_headers(start, paid=paid),
             )
             with plugin.publisher.producer() as producer:
                 signature.apply_async(producer=producer)
             return
+        eta = (utc_now() + timedelta(seconds=seconds)).isoformat()
         for delivery in deliveries.named(start.session, [start.tag]):
-            message = Envelope.decode(delivery.message).restored(counted=False, started=True, eta=eta)
+            message = Envelope.decode(delivery.message).parked(eta=eta, paid=paid)
             deliveries.settle(delivery, session=start.session, message=message, dead=False, front=False)
 
-    def _parked_headers(self) -> dict[str, Any]:
+    def _parked_headers(self, start: Start, *, paid: bool) -> dict[str, Any]:
         context = self._context()
         return {
             **names.of_the_user(self.request.headers or {}),
@@ -362,4 +373,6 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             names.FIRST_PUBLISHED: context.get("first_published_at"),
             names.FIRST_FAILURE: context.get("first_failure_at"),
             names.REPLAYS: context.get("replays") or 0,
+            names.PREDECESSOR: start.predecessor,
+            names.BUDGET_PAID: paid or bool(context.get("budget_paid")),
         }

@@ -24,7 +24,7 @@ from celery_selfheal.clock import jitter, monotonic, utc_now
 from celery_selfheal.dead_letter import DEATH_HEADER, Death
 from celery_selfheal.errors import StalledTooOften, StoreError
 from celery_selfheal.keys import session_of_tag
-from celery_selfheal.leases.port import Start
+from celery_selfheal.leases.port import Start, Turn
 from celery_selfheal.plugin import native
 from celery_selfheal.plugin.brokers.layout import queue_of
 from celery_selfheal.plugin.death import death_of_request, reason_of
@@ -124,6 +124,7 @@ class Worker:
             session=session or self.session.name,
             attempt=attempt,
             marker=f"{request.id}:{attempt}:{context['replays']}:{context['published_at'] or ''}",
+            turn=turn_of(headers, context),
             predecessor=predecessor,
             tag=tag if session and request.task.acks_late else None,
             node=self.node,
@@ -422,6 +423,13 @@ class Worker:
             node=self.node,
             identity=witness.identify(),
         )
+
+
+def turn_of(headers: Mapping[str, Any], context: Mapping[str, Any]) -> Turn:
+    """Which turn of its task a message is, for the retry budget."""
+    if not headers.get("retries"):
+        return "first"
+    return "paid" if context.get("budget_paid") else "retry"
 
 
 class _Failure:
