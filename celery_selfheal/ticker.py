@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from _queue import Empty, SimpleQueue
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -15,6 +16,8 @@ from celery_selfheal import clock
 logger = logging.getLogger(__name__)
 
 FORK_PATIENCE_SECONDS = 5.0  # a beat is bounded by its socket timeout; a fork must not wait for ever for one
+ALL = "*"
+STOP = "."
 
 
 @dataclass(slots=True)
@@ -74,38 +77,44 @@ class Ticker:
         )
         self._start_thread(self._loop)
 
-    def wake(self) -> None:
-        """Run all steps now, in the ticker's thread. Does not wait."""
-        self._orders.put("wake")
+    def wake(self, name: str | None = None) -> None:
+        """Run the step of that name now, or all of them, in the ticker's thread. Does not wait.
+
+        Wake-ups that come while the thread is busy are one.
+        """
+        self._orders.put(name or ALL)
 
     def stop(self, *, timeout: timedelta) -> bool:
         """End the thread after its current step; ``False`` when it did not end in ``timeout``."""
         if not self._running:
             return True
         self._running = False
-        self._orders.put("stop")
+        self._orders.put(STOP)
         try:
             self._stopped.get(timeout=timeout.total_seconds())
         except Empty:
             return False
         return True
 
-    def run_due(self, *, now: float, everything: bool = False) -> float:
-        """Run what is due; returns the seconds until the next step is."""
+    def run_due(self, *, now: float, asked: Container[str] = ()) -> float:
+        """Run what is due or asked for by name; returns the seconds until the next step is due."""
         for step in self._steps:
-            if everything or step.next_at <= now:
+            if step.next_at <= now or step.name in asked or ALL in asked:
                 again = self._run(step)
                 step.next_at = clock.monotonic() + (0.0 if again else step.interval.total_seconds())
         return max(0.0, min(step.next_at for step in self._steps) - clock.monotonic())
 
     def _loop(self) -> None:
-        order = "wake"
-        while order != "stop":
+        orders = {ALL}
+        while STOP not in orders:
+            pause = self.run_due(now=clock.monotonic(), asked=orders)
+            orders = set()
             try:
-                pause = self.run_due(now=clock.monotonic(), everything=order == "wake")
-                order = self._orders.get(timeout=pause)
+                orders.add(self._orders.get(timeout=pause))
+                while True:
+                    orders.add(self._orders.get_nowait())
             except Empty:
-                order = "tick"
+                continue
         self._run(self._farewell)
         self._stopped.put(None)
 
@@ -132,9 +141,9 @@ class Ticker:
 
 
 def _original_lock() -> threading.Lock:
-    try:
-        from gevent.monkey import get_original
-    except ImportError:
+    if "gevent" not in sys.modules:
         return threading.Lock()
+    from gevent.monkey import get_original
+
     lock: threading.Lock = get_original("_thread", "allocate_lock")()
     return lock

@@ -246,9 +246,17 @@ class Worker:
 
     def _settle(self) -> None:
         for _ in range(len(self._pending)):
-            # Left in its place until it is done: a step that raises keeps the order and is tried again.
-            self._pending[0]()
-            self._pending.popleft()
+            settle = self._pending.popleft()
+            try:
+                settle()
+            except StoreError:
+                # The store is away: in the same order, when it is back.
+                self._pending.appendleft(settle)
+                raise
+            except Exception:
+                # It failed for a reason of its own (the result backend, say): the others must not wait for it.
+                logger.exception("a settlement failed, and will be tried again")
+                self._pending.append(settle)
 
     def _sweep(self) -> bool:
         report = self._reaper.sweep()
@@ -284,7 +292,7 @@ class Worker:
                 self._pending_tags.discard(tag)
 
         self._pending.append(run)
-        self._ticker.wake()
+        self._ticker.wake("settling")
 
     def _heal_child(self, start: Start, failure: _Failure, *, handed_over: bool) -> None:
         if handed_over:

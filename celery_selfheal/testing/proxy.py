@@ -176,7 +176,7 @@ class TcpProxy:
 
 
 class _Link:
-    """One connection through the proxy, made in the task that serves it.
+    """One connection through the proxy.
 
     Attributes:
         request: What the client sent since the last reply, while a reply is to be dropped.
@@ -185,13 +185,10 @@ class _Link:
     def __init__(self, *writers: asyncio.StreamWriter) -> None:
         self.request = b""
         self._writers = writers
-        self._task = asyncio.current_task()
 
     def reset(self) -> None:
         for writer in self._writers:
             _reset(writer)
-        if self._task is not None:
-            self._task.cancel()  # it may be holding something back
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

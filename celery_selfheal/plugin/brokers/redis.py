@@ -193,6 +193,10 @@ class ReliableFetch:
             seconds = IDLE_PAUSES_SECONDS[min(self._empty_looks, len(IDLE_PAUSES_SECONDS) - 1)]
             self._empty_looks += 1
         self._next_look = monotonic() + seconds
+        if self._call_later is not None:
+            # Asked for now: a turn of the loop reckons its sleep before it calls us, and would sleep through a timer
+            # that is set in it, for up to a second.
+            self._wait(seconds)
 
     def _wait(self, seconds: float) -> None:
         if self._call_later is None:

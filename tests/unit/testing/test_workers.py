@@ -320,6 +320,23 @@ def test_worker_that_cannot_start_says_why_and_leaves_nothing(make: StartWorker)
     assert not worker.alive
 
 
+def test_worker_that_does_not_get_ready_in_its_context_is_ended(
+    make: StartWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids = []
+
+    def give_up(worker: WorkerProcess) -> None:
+        pids.append(worker.pid)
+        raise TimeoutError
+
+    monkeypatch.setattr(WorkerProcess, "wait_ready", give_up)
+    with pytest.raises(TimeoutError), make():
+        pytest.fail("it never gets ready")
+
+    assert pids
+    assert not _exist(*pids)
+
+
 def test_worker_is_ready_inside_its_context_and_gone_after(make: StartWorker, app: Celery) -> None:
     with make(pool="solo") as worker:
         pid = worker.pid
