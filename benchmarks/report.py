@@ -6,9 +6,12 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 
 from benchmarks.machine import Machine
 from benchmarks.spread import spread
+
+SELDOM_SHOWN = ("p99",)  # of twenty samples, the same as the maximum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,7 +20,8 @@ class Figure:
 
     Attributes:
         name: For programs; stays the same between releases.
-        about: For people.
+        about: For people; the parts of one spread share it.
+        part: Which part of a spread it is; empty for a number that stands alone.
         at_most: Bound that the design promises, in the same unit.
         at_least: The same, from below.
     """
@@ -26,6 +30,7 @@ class Figure:
     about: str
     value: float
     unit: str = ""
+    part: str = ""
     at_most: float | None = None
     at_least: float | None = None
 
@@ -39,13 +44,18 @@ class Figure:
             self.at_least is None or self.value >= self.at_least
         )
 
+    def __str__(self) -> str:
+        digits = 0 if abs(self.value) >= 100 else 2
+        return f"{self.part} {self.value:.{digits}f}".strip()
+
     @property
     def bound(self) -> str:
         """The promise as people write it; empty without one."""
         if self.at_most is not None and self.at_most == self.at_least:
-            return f"= {self.at_most:g}"
+            return f"{self.part} = {self.at_most:g}".strip()
         bounds = [f"<= {self.at_most:g}"] if self.at_most is not None else []
-        return " ".join([*bounds, *([f">= {self.at_least:g}"] if self.at_least is not None else [])])
+        bounds += [f">= {self.at_least:g}"] if self.at_least is not None else []
+        return " ".join([self.part, *bounds]).strip() if bounds else ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,10 +97,17 @@ class Report:
         conditions = ", ".join(f"{name} {value}" for name, value in self.conditions.items())
         table = Table(title=f"{self.benchmark}: {conditions}", caption=str(self.machine))
         for column in ("", "measured", "promised", ""):
-            table.add_column(column, justify="right" if column == "measured" else "left")
-        for figure in self.figures:
-            verdict = {None: "", True: "[green]kept[/]", False: "[red]missed[/]"}[figure.is_kept]
-            table.add_row(figure.about, f"{figure.value:.3f} {figure.unit}".strip(), figure.bound, verdict)
+            table.add_column(column)
+        for about, parts in groupby(self.figures, key=lambda figure: figure.about):
+            figures = list(parts)
+            promised = [figure for figure in figures if figure.is_kept is not None]
+            shown = [figure for figure in figures if figure.part not in SELDOM_SHOWN or figure in promised]
+            table.add_row(
+                about,
+                f"{', '.join(str(figure) for figure in shown)} {figures[0].unit}".strip(),
+                ", ".join(figure.bound for figure in promised),
+                ", ".join("[green]kept[/]" if figure.is_kept else "[red]missed[/]" for figure in promised),
+            )
         Console().print(table)
 
 
@@ -107,7 +124,7 @@ def figures_of(
     """p50, p95, p99 and maximum of samples, with bounds for some of them."""
     found = spread(samples)
     return [
-        Figure(name=f"{name}_{part}", about=f"{about}, {part}", value=value, unit=unit, at_most=at_most)
+        Figure(name=f"{name}_{part}", about=about, value=value, unit=unit, part=part, at_most=at_most)
         for part, value, at_most in (
             ("p50", found.p50, p50_at_most),
             ("p95", found.p95, p95_at_most),

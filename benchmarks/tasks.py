@@ -37,6 +37,8 @@ def make_app(url: str, *, plain: bool) -> Celery:
         broker_connection_retry_on_startup=True,
     )
     options: dict[str, Any] = {"base": Task, "acks_late": True} if plain else {"base": SelfHealTask}
+    # Both kinds of application live in one process here, and must not lend each other their tasks.
+    options["shared"] = False
 
     @app.task(name="nothing", ignore_result=True, **options)
     def nothing() -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import enum
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 from celery_selfheal.errors import SettingsError
+
+MOST_SECONDS = 10 * 365 * 86_400  # beyond it nobody waits, and in the end dates overflow
 
 
 class Jitter(enum.Enum):
@@ -22,10 +25,11 @@ class Jitter(enum.Enum):
     FULL = "full"
     """``uniform(0, ceiling)``."""
     EQUAL = "equal"
-    """Half of the ceiling, and a uniform part of the other half."""
+    """``uniform(ceiling / 2, ceiling)``."""
     DECORRELATED = "decorrelated"
-    """``uniform(base, 3 * the wait before)``, capped; the wait before is taken as the last ceiling."""
+    """``uniform(base, min(cap, 3 * the ceiling before))``: the wait before is not known, its ceiling is."""
     NONE = "none"
+    """The ceiling itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +38,7 @@ class Backoff:
 
     Attributes:
         base_seconds: Ceiling of the first wait.
-        cap_seconds: No ceiling is above it.
+        cap_seconds: No wait is above it.
         floor_seconds: No wait is below it (``retry_backoff_min``).
     """
 
@@ -45,27 +49,33 @@ class Backoff:
 
     def ceiling_seconds(self, attempt: int) -> float:
         """``min(cap, base * 2**attempt)`` of the attempt that failed, counted from 0; exact for any attempt."""
-        if self.base_seconds <= 0:
-            return 0.0
-        doublings_to_cap = math.log2(self.cap_seconds / self.base_seconds) if self.cap_seconds > 0 else 0.0
-        # 2**attempt overflows a float from attempt 1 024 on; by then the cap has been reached long ago.
-        if attempt >= doublings_to_cap:
+        try:
+            return min(self.cap_seconds, math.ldexp(self.base_seconds, attempt))
+        except OverflowError:
             return self.cap_seconds
-        return min(self.cap_seconds, math.ldexp(self.base_seconds, attempt))
 
     def delay(self, attempt: int, *, chance: random.Random) -> timedelta:
         """Wait before the retry of ``attempt``, counted from 0."""
+        low, high = self._range_seconds(attempt)
+        return timedelta(seconds=chance.uniform(low, high))
+
+    def _range_seconds(self, attempt: int) -> tuple[float, float]:
         ceiling = self.ceiling_seconds(attempt)
-        if self.jitter is Jitter.FULL:
-            seconds = chance.uniform(0, ceiling)
-        elif self.jitter is Jitter.EQUAL:
-            seconds = ceiling / 2 + chance.uniform(0, ceiling / 2)
+        if self.jitter is Jitter.NONE:
+            exact = max(self.floor_seconds, ceiling)
+            return exact, exact
+        low, high = 0.0, ceiling
+        if self.jitter is Jitter.EQUAL:
+            low = ceiling / 2
         elif self.jitter is Jitter.DECORRELATED:
-            before = self.ceiling_seconds(attempt - 1) if attempt > 0 else self.base_seconds
-            seconds = min(self.cap_seconds, chance.uniform(self.base_seconds, max(self.base_seconds, 3 * before)))
-        else:
-            seconds = ceiling
-        return timedelta(seconds=max(self.floor_seconds, seconds))
+            before = self.ceiling_seconds(max(0, attempt - 1))
+            # The range is capped, not the value drawn from it: else most waits would be the cap, all at once.
+            low, high = self.base_seconds, min(self.cap_seconds, 3 * before)
+        low = max(low, self.floor_seconds)
+        if high <= low:
+            # Nothing is left to draw from; all tasks at the floor in one instant would be the stampede.
+            high = min(self.cap_seconds, 2 * low)
+        return low, high
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +89,7 @@ class RetryPolicy:
         backoff: ``None`` where ``retry_backoff`` is off: Celery's fixed ``default_retry_delay`` then.
         fixed_seconds: That fixed delay, or the ``countdown`` of ``retry_kwargs``.
         max_age: No retry is sent for a message first published longer ago.
+        options: What else ``retry_kwargs`` say about the retries that we send, in the words of ``Task.retry``.
     """
 
     retry_for: tuple[type[BaseException], ...]
@@ -87,6 +98,7 @@ class RetryPolicy:
     backoff: Backoff | None
     fixed_seconds: float
     max_age: timedelta | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def delay(self, attempt: int, *, chance: random.Random) -> timedelta:
         """Wait before the retry of ``attempt``, counted from 0."""
@@ -94,9 +106,18 @@ class RetryPolicy:
             return timedelta(seconds=self.fixed_seconds)
         return self.backoff.delay(attempt, chance=chance)
 
-    def has_attempts_left(self, attempt: int) -> bool:
-        """Whether ``attempt``, counted from 0, may be followed by another."""
-        return self.max_retries is None or attempt < self.max_retries
+    def allows_retry(self, attempt: int, *, age: timedelta) -> bool:
+        """Whether ``attempt``, counted from 0, may be followed by another.
+
+        Args:
+            age: Since the message was first published.
+        """
+        is_left = self.max_retries is None or attempt < self.max_retries
+        return is_left and not self.is_too_old(age)
+
+    def is_too_old(self, age: timedelta) -> bool:
+        """Whether ``max_age`` has passed."""
+        return self.max_age is not None and age >= self.max_age
 
 
 def check_exception_classes(where: str, name: str, value: object) -> tuple[type[BaseException], ...]:
@@ -105,17 +126,15 @@ def check_exception_classes(where: str, name: str, value: object) -> tuple[type[
     Raises:
         SettingsError: it is none; the error names ``where``, ``name`` and the value.
     """
-    classes: Sequence[object]
-    if isinstance(value, type):
-        classes = (value,)
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        classes = tuple(value)
-    else:
-        classes = (value,)
-    for one in classes:
+    if not isinstance(value, (tuple, list, set, frozenset)):
+        raise SettingsError(
+            f"{where}: {name} must be a tuple of exception classes, as in (OSError,): mind the comma, got {value!r}",
+            name,
+        )
+    for one in value:
         if not (isinstance(one, type) and issubclass(one, BaseException)):
             raise SettingsError(f"{where}: {name} must hold exception classes, got {one!r}", name)
-    return tuple(one for one in classes if isinstance(one, type))
+    return tuple(value)
 
 
 def check_seconds(where: str, name: str, value: object, *, positive: bool = False) -> float:
@@ -124,12 +143,19 @@ def check_seconds(where: str, name: str, value: object, *, positive: bool = Fals
     Raises:
         SettingsError: it is none.
     """
-    if isinstance(value, timedelta):
-        value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
-        raise SettingsError(f"{where}: {name} must be a finite number of seconds, 0 or more, got {value!r}", name)
-    if positive and value == 0:
-        raise SettingsError(f"{where}: {name} must be above 0 seconds, got {value!r}", name)
+    least = "above 0" if positive else "0 or more"
+    if (
+        not isinstance(value, (int, float))
+        or isinstance(value, bool)
+        # NaN is in no range; a whole number too large for a float compares all the same.
+        or not 0 <= value <= MOST_SECONDS
+        or (positive and value == 0)
+    ):
+        raise SettingsError(
+            f"{where}: {name} must be a number of seconds, {least} and at most {MOST_SECONDS} (ten years),"
+            f" got {value!r}",
+            name,
+        )
     return float(value)
 
 
@@ -150,7 +176,7 @@ def check_jitter(where: str, value: object) -> Jitter:
 
 
 def check_backoff(where: str, *, base: object, cap: object, floor: object, jitter: object) -> Backoff | None:
-    """Waiting times from the four options; ``None`` where ``retry_backoff`` is ``False``, ``None`` or 0.
+    """Waiting times from the four options; ``None`` where ``retry_backoff`` is ``False`` or 0, as in Celery.
 
     Raises:
         SettingsError: a number is negative or not finite, or base or floor is above the cap.
@@ -158,11 +184,7 @@ def check_backoff(where: str, *, base: object, cap: object, floor: object, jitte
     kind = check_jitter(where, jitter)
     cap_seconds = check_seconds(where, "retry_backoff_max", cap, positive=True)
     floor_seconds = check_seconds(where, "retry_backoff_min", floor)
-    if base is None or base is False:
-        return None
-    base_seconds = 1.0 if base is True else check_seconds(where, "retry_backoff", base)
-    if base_seconds == 0:
-        return None
+    base_seconds = float(base) if isinstance(base, bool) else check_seconds(where, "retry_backoff", base)
     for name, seconds in (("retry_backoff", base_seconds), ("retry_backoff_min", floor_seconds)):
         if seconds > cap_seconds:
             raise SettingsError(
@@ -170,4 +192,6 @@ def check_backoff(where: str, *, base: object, cap: object, floor: object, jitte
                 f" it would never be waited for; raise retry_backoff_max",
                 name,
             )
+    if base_seconds == 0:
+        return None
     return Backoff(base_seconds=base_seconds, cap_seconds=cap_seconds, floor_seconds=floor_seconds, jitter=kind)

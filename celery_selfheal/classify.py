@@ -17,6 +17,7 @@ CONTROL_FLOW = (
     ("celery.exceptions", ("Retry", "Ignore", "Reject", "TaskPredicate", "Terminated", "WorkerShutdown")),
     ("celery_selfheal.errors", ("LeaseLost",)),
 )
+GAVE_UP = (("celery.exceptions", ("MaxRetriesExceededError",)),)
 UNRECOVERABLE = (
     ("kombu.exceptions", ("ContentDisallowed", "DecodeError", "SerializationError")),
     ("pydantic", ("ValidationError",)),
@@ -68,6 +69,8 @@ def classify(
         return Verdict.UNRECOVERABLE
     if isinstance(exc, (policy.give_up_for, unrecoverable)):
         return Verdict.UNRECOVERABLE
+    if isinstance(exc, _loaded_classes(GAVE_UP, loaded)):
+        return Verdict.EXHAUSTED
     # A class that the task itself lists by name wins over the built-in lists; (Exception,) lists nothing by name.
     listed = tuple(one for one in policy.retry_for if one not in (Exception, BaseException))
     if not isinstance(exc, listed):
@@ -78,7 +81,7 @@ def classify(
             return Verdict.UNRECOVERABLE
     if not isinstance(exc, policy.retry_for):
         return Verdict.UNRECOVERABLE
-    if not policy.has_attempts_left(attempt) or (policy.max_age is not None and age >= policy.max_age):
+    if not policy.allows_retry(attempt, age=age):
         return Verdict.EXHAUSTED
     return Verdict.RETRY
 

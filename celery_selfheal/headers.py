@@ -29,3 +29,12 @@ BROKERS = ("x-death", "x-delivery-count", "x-acquired-count", "x-first-death-", 
 def of_the_user(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Headers without those that brokers and we add to a delivery."""
     return {name: value for name, value in headers.items() if name not in OURS and not name.startswith(BROKERS)}
+
+
+def of_a_replay(headers: Mapping[str, Any], *, replays: int) -> dict[str, Any]:
+    """Headers of a dead letter that goes back to its origin: as first published, with all its attempts before it.
+
+    It carries no instant of publication: a copy of the same replay must have the same done marker.
+    """
+    fresh = {"retries": 0, "eta": None, "expires": None} if "task" in headers else {}
+    return {**of_the_user(headers), **fresh, REPLAYS: replays}

@@ -60,7 +60,7 @@ class Keys:
         return f"{self.root}:fence"
 
     def budget(self, task_name: str) -> str:
-        """Hash ``tokens, at_ms``: retries that the fleet may still start for a task name."""
+        """Hash ``tokens, at_ms, firsts, firsts_before``: retries that the fleet may still start for a task name."""
         return f"{self.root}:budget:{task_name}"
 
     def wait(self, token: str) -> str:

@@ -36,23 +36,25 @@ def main(count: int, seed: int | None, keep: bool, as_json: bool) -> None:
     if seed is None:
         seed = random.randrange(10_000)
     folder = Path(tempfile.mkdtemp(prefix="celery-selfheal-demo-"))
-    is_right = False
+    is_kept = keep
     try:
         with Display(len(orders), aside=as_json) as display:
             verdict = Director(orders, seed=seed, folder=folder, display=display).run()
-        is_right = verdict.is_right
+        is_kept = keep or not verdict.is_right
         if as_json:
             click.echo(json.dumps({"seed": seed, **verdict.as_document()}, indent=2))
         else:
             display.show(verdict)
-    except SelfHealError as exc:
+    except (SelfHealError, OSError) as exc:
+        # No Redis to be had, or a worker that does not start.
+        is_kept = True
         raise click.ClickException(str(exc)) from exc
     finally:
-        if keep or not is_right:
+        if is_kept:
             click.echo(f"Ledger, receipts and logs are in {folder}", err=True)
         else:
             shutil.rmtree(folder, ignore_errors=True)
-    sys.exit(0 if is_right else 1)
+    sys.exit(0 if verdict.is_right else 1)
 
 
 def _leave(_number: int, _frame: FrameType | None) -> None:

@@ -26,7 +26,7 @@ from example_project.verdict import Recovery, Seen, Strike, Verdict, judge, reco
 TICK_SECONDS = 0.05
 BUSY_SECONDS = 5  # so long we wait for a worker to be in the middle of something
 HEAL_SECONDS = 30  # then the show goes on, and the verdict says that it was not healed
-STUCK_SECONDS = 40  # without a single start
+STUCK_SECONDS = 40  # without a single start or end of a task
 DRAIN_SECONDS = 15  # for copies of messages that wait for their lease to run out
 REDIS_DATABASES = 16
 
@@ -162,8 +162,8 @@ class Director:
         time.sleep(TICK_SECONDS)
         for news in self._fleet.look():
             self._tell(news, "cyan")
-        before, self._starts = self._starts, starts(self._ledger.engine)
-        if before != self._starts:
+        before, self._starts = self._work(), starts(self._ledger.engine)
+        if before != self._work():
             self._moved_at = time.monotonic()
         fresh = self._fleet.recovered[self._recovered_told :]
         self._recovered_told += len(fresh)
@@ -187,6 +187,10 @@ class Director:
     def _count_ended(self, task: str) -> int:
         return len({start.subject for start in self._starts if start.task == task and start.ended_ms})
 
+    def _work(self) -> list[Started]:
+        """All starts but those of the poison task: a task that is started for ever is no progress."""
+        return [start for start in self._starts if start.task_id != self._poison_id]
+
     def _is_ready(self, task_id: str) -> bool:
         return app.backend.get_state(task_id) in states.READY_STATES
 
@@ -204,7 +208,7 @@ class Director:
         return held - {self._poison_id}
 
     def _recovery(self, strike: Strike) -> Recovery:
-        return recovery(strike, self._starts, self._recovered(strike))
+        return recovery(strike, self._work(), self._recovered(strike))
 
     def _left_over(self) -> int:
         # As kombu names them: what waits, and what was taken and not acknowledged.

@@ -10,6 +10,9 @@ from typing import Any
 from celery_selfheal import headers as names
 from celery_selfheal.dead_letter import DEATH_HEADER, Death
 
+RAW_CONTENT_TYPE = "application/vnd.celery-selfheal.raw"
+"""Of the envelope around something that was no message; its body is what lay in the queue."""
+
 
 @dataclass(frozen=True, slots=True)
 class Envelope:
@@ -84,21 +87,8 @@ class Envelope:
         """The message as it goes to the dead letter queue: its headers plus the reason."""
         if not self.fields:
             # No envelope of kombu's: wrapped into one, so that the queue can be listed and its bytes are kept.
-            return json.dumps(
-                {
-                    "body": base64.b64encode(self.raw).decode(),
-                    "content-type": "application/octet-stream",
-                    "content-encoding": "binary",
-                    "headers": {DEATH_HEADER: death.header()},
-                    "properties": {
-                        "body_encoding": "base64",
-                        "delivery_mode": 2,
-                        "delivery_tag": "",
-                        "delivery_info": {"exchange": "", "routing_key": death.queue},
-                        "priority": 0,
-                    },
-                }
-            ).encode()
+            fields = wrapped(self.raw, queue=death.queue)
+            return json.dumps(dict(fields, headers={DEATH_HEADER: death.header()})).encode()
         headers = dict(names.of_the_user(self._headers), **{DEATH_HEADER: death.header()})
         return json.dumps(dict(self.fields, headers=headers)).encode()
 
@@ -107,19 +97,45 @@ class Envelope:
         """Why it was dead-lettered; empty for a message that was not."""
         return Death.from_header(self._headers.get(DEATH_HEADER))
 
+    @property
+    def priority(self) -> object:
+        """Its priority as its producer gave it, whatever that is."""
+        properties = self.fields.get("properties")
+        return properties.get("priority") if isinstance(properties, dict) else None
+
     def replayed(self) -> bytes:
         """The message as it goes back to its origin: as it first came, with one more replay counted.
 
         A message that was no envelope comes back as the bytes that it was.
         """
-        death = self.death
-        if self.fields.get("content-type") == "application/octet-stream" and not self._headers.get("task"):
+        if self.fields.get("content-type") == RAW_CONTENT_TYPE:
             return base64.b64decode(self.fields.get("body") or "")
-        headers = dict(names.of_the_user(self._headers), retries=0, eta=None)
-        headers[names.REPLAYS] = death.replays + 1
-        return json.dumps(dict(self.fields, headers=headers)).encode()
+        death = self.death
+        properties = self.fields.get("properties")
+        if isinstance(properties, dict) and death.routing_key:
+            origin = {"exchange": death.exchange, "routing_key": death.routing_key}
+            properties = dict(properties, delivery_info={**(properties.get("delivery_info") or {}), **origin})
+        headers = names.of_a_replay(self._headers, replays=death.replays + 1)
+        return json.dumps(dict(self.fields, headers=headers, properties=properties)).encode()
 
     @property
     def _headers(self) -> dict[str, Any]:
         headers: dict[str, Any] = self.fields.get("headers", {})
         return headers
+
+
+def wrapped(raw: bytes, *, queue: str) -> dict[str, Any]:
+    """An envelope of kombu's around bytes that are none, without headers."""
+    return {
+        "body": base64.b64encode(raw).decode(),
+        "content-type": RAW_CONTENT_TYPE,
+        "content-encoding": "binary",
+        "headers": {},
+        "properties": {
+            "body_encoding": "base64",
+            "delivery_mode": 2,
+            "delivery_tag": "",
+            "delivery_info": {"exchange": "", "routing_key": queue},
+            "priority": 0,
+        },
+    }

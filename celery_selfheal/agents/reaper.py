@@ -96,7 +96,8 @@ class Reaper:
         for peer in dead.values():
             self._heal_session(peer, report)
         if census.lead:
-            self._heal_expired_leases(report)
+            if not census.grace:
+                self._heal_expired_leases(report)
             self._heal_unowned(report)
         return report
 

@@ -55,19 +55,33 @@ if ARGV[13] ~= '' then
   if wait_ms then
     return {'over budget', tonumber(wait_ms)}
   end
-  local per_second, most = tonumber(ARGV[14]), tonumber(ARGV[15])
-  local bucket = redis.call('HMGET', KEYS[9], 'tokens', 'at_ms')
+  local share, per_second, most = tonumber(ARGV[13]), tonumber(ARGV[14]), tonumber(ARGV[15])
+  local window_ms = math.floor(most / per_second * 1000 + 0.5)
+  local window = math.floor(now_ms / window_ms)
+  local bucket = redis.call('HMGET', KEYS[9], 'tokens', 'at_ms', 'firsts', 'firsts_before')
   local tokens, at_ms = tonumber(bucket[1] or most), tonumber(bucket[2] or now_ms)
-  if tokens < most then
-    tokens = math.min(most, tokens + (now_ms - at_ms) / 1000 * per_second)
+  local firsts, before = tonumber(bucket[3] or 0), tonumber(bucket[4] or 0)
+  local windows = window - math.floor(at_ms / window_ms)
+  if windows == 1 then
+    firsts, before = 0, firsts
+  elseif windows > 1 then
+    firsts, before = 0, 0
   end
+  if tokens < most then
+    tokens = math.min(most, tokens + math.max(0, now_ms - at_ms) / 1000 * per_second)
+  end
+  -- Shares go with the first attempts that earned them: a quiet week must not pay for a stampede.
+  local recent = firsts + before * (1 - now_ms % window_ms / window_ms)
+  tokens = math.min(tokens, most + share * recent)
   if ARGV[12] == 'first' then
-    tokens = tokens + tonumber(ARGV[13])
+    tokens, firsts = tokens + share, firsts + 1
   elseif ARGV[12] == 'retry' then
     tokens = tokens - 1
   end
-  redis.call('HSET', KEYS[9], 'tokens', tostring(tokens), 'at_ms', now_ms)
-  redis.call('PEXPIRE', KEYS[9], math.ceil(most / per_second * 1000) + 60000)
+  redis.call('HSET', KEYS[9], 'tokens', tostring(tokens), 'at_ms', now_ms,
+      'firsts', firsts, 'firsts_before', before)
+  -- For as long as the bucket is not as good as new.
+  redis.call('PEXPIRE', KEYS[9], math.ceil(math.max(0, most - tokens) / per_second * 1000) + 2 * window_ms)
   if ARGV[12] == 'retry' and tokens < 0 then
     redis.call('HINCRBY', KEYS[8], 'over_budget|' .. ARGV[10], 1)
     wait_ms = math.ceil(-tokens / per_second * 1000)

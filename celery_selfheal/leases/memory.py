@@ -21,7 +21,7 @@ from celery_selfheal.leases.port import (
     StalledOut,
     Start,
 )
-from celery_selfheal.retry_budget import WINDOW_SECONDS, RetryBudget
+from celery_selfheal.retry_budget import Bucket, RetryBudget
 
 
 @dataclass(slots=True)
@@ -63,7 +63,8 @@ class MemoryLeaseStore:
         self._done_ttl = done_ttl.total_seconds()
         self._deliveries = deliveries
         self._budget = budget
-        self._tokens: dict[str, tuple[float, float]] = {}
+        self._buckets: dict[str, Bucket] = {}
+        self._waits: dict[str, timedelta] = {}
         self._tasks: dict[str, _Task] = {}
         self._done: dict[str, tuple[str, float]] = {}
         self._fence = 0
@@ -175,17 +176,16 @@ class MemoryLeaseStore:
     def _wait_for_budget(self, start: Start) -> timedelta | None:
         if self._budget is None:
             return None
-        now, per_second = self._clock(), self._budget.per_second
-        most = per_second * WINDOW_SECONDS
-        tokens, at = self._tokens.get(start.task_name, (most, now))
-        if tokens < most:
-            tokens = min(most, tokens + (now - at) * per_second)
-        tokens += {"first": self._budget.share, "retry": -1.0, "paid": 0.0}[start.turn]
-        self._tokens[start.task_name] = (tokens, now)
-        if start.turn == "retry" and tokens < 0:
-            self.counters[f"over_budget|{start.task_name}"] += 1
-            return timedelta(seconds=-tokens / per_second)
-        return None
+        if start.token in self._waits:
+            return self._waits[start.token]
+        bucket = self._buckets.get(start.task_name)
+        bucket, seconds = self._budget.take(bucket, start.turn, now=self._clock())
+        self._buckets[start.task_name] = bucket
+        if not seconds:
+            return None
+        self.counters[f"over_budget|{start.task_name}"] += 1
+        self._waits[start.token] = timedelta(seconds=seconds)
+        return self._waits[start.token]
 
     def _task(self, task_id: str) -> _Task:
         task = self._tasks.setdefault(task_id, _Task())

@@ -6,13 +6,12 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
+
+from celery_selfheal.retry_budget import Turn
 
 JOURNAL_TTL = timedelta(hours=72)
 """How long unfinished starts are remembered: longer than a weekend without any worker."""
-
-
-Turn: TypeAlias = Literal["first", "retry", "paid"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

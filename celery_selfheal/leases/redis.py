@@ -27,7 +27,7 @@ from celery_selfheal.leases.port import (
     Start,
 )
 from celery_selfheal.leases.scripts import Script, answering, text
-from celery_selfheal.retry_budget import WINDOW_SECONDS, RetryBudget
+from celery_selfheal.retry_budget import RetryBudget
 
 BOOKKEEPING_TTL = timedelta(days=7)
 """Life of indexes and counters after the last beat of any worker: a fleet that is gone leaves nothing for ever."""
@@ -80,7 +80,7 @@ class RedisLeaseStore:
         self._unacked = unacked
         self._budget: list[float | str] = ["", 0, 0]
         if budget is not None:
-            self._budget = [budget.share, budget.per_second, budget.per_second * WINDOW_SECONDS]
+            self._budget = [budget.share, budget.per_second, budget.burst]
         self._acquire = Script(client, PACKAGE, "acquire", address=address)
         self._release = Script(client, PACKAGE, "release", address=address)
         self._beat = Script(client, PACKAGE, "beat", address=address)

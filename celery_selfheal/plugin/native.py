@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -40,3 +42,23 @@ def start_thread(run: Callable[[], None]) -> None:
         original("_thread", "start_new_thread")(run, ())
     else:
         threading.Thread(target=run, name="selfheal", daemon=True).start()
+
+
+def import_early(connect: Callable[[], object]) -> None:
+    """Let this thread import what a first connection imports, before another one connects.
+
+    Under a monkey patch the import lock is a green one: two threads of the operating system that import the same
+    module at once deadlock there ("This operation would block forever").
+
+    Args:
+        connect: Opens a connection; its failure is for those to tell who need it.
+    """
+    if not is_patched():
+        return
+    importlib.import_module("encodings.idna")
+    if "gevent" in sys.modules:
+        from gevent import get_hub
+
+        _ = get_hub().resolver, get_hub().threadpool
+    with contextlib.suppress(Exception):
+        connect()

@@ -11,6 +11,7 @@ from celery.exceptions import WorkerShutdown
 from celery_selfheal.clock import monotonic
 from celery_selfheal.dead_letter import Reason
 from celery_selfheal.errors import SelfHealError, SettingsError
+from celery_selfheal.plugin import native
 from celery_selfheal.plugin.brokers.layout import layout_of
 from celery_selfheal.plugin.brokers.redis import ReliableFetch, missing_shape
 from celery_selfheal.plugin.death import death_of_message
@@ -42,6 +43,7 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         except SelfHealError as exc:
             logger.critical("celery_selfheal refuses to start: %s", exc)
             raise WorkerShutdown(1) from None
+        native.import_early(open_client(lease_address(parent.app, plugin.settings), ttl=plugin.settings.lease_ttl).ping)
         plugin.worker = Worker(plugin, node=parent.hostname, stores=stores)
         plugin.worker.start()
 

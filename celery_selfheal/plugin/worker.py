@@ -24,13 +24,14 @@ from celery_selfheal.clock import jitter, monotonic, utc_now
 from celery_selfheal.dead_letter import DEATH_HEADER, Death
 from celery_selfheal.errors import StalledTooOften, StoreError
 from celery_selfheal.keys import session_of_tag
-from celery_selfheal.leases.port import Start, Turn
+from celery_selfheal.leases.port import Start
 from celery_selfheal.plugin import native
 from celery_selfheal.plugin.brokers.layout import queue_of
 from celery_selfheal.plugin.death import death_of_request, reason_of
 from celery_selfheal.plugin.install import Plugin, reaper_of
 from celery_selfheal.plugin.stores import Stores
 from celery_selfheal.plugin.task import CONTEXT_KEY
+from celery_selfheal.retry_budget import Turn
 from celery_selfheal.sessions.port import Session
 from celery_selfheal.telemetry.events import LeaseWasLost, TaskDeadLettered, TaskRecovered, TaskStalled
 from celery_selfheal.ticker import Step, Ticker

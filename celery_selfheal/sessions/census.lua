@@ -1,12 +1,18 @@
 -- Which sessions have run out, who lives on my machine, and may I lead the sweep?
 --
 -- KEYS[1]  sessions   KEYS[2]  host:<h>   KEYS[3]  about   KEYS[4]  leader   KEYS[5]  grace
+-- KEYS[6]  session:<s>, my own
 -- ARGV[1]  my session, or '' for a sweep on request   ARGV[2]  how long the lead lasts, ms   ARGV[3]  limit
--- Returns  {lead (0 or 1), number of expired sessions, session, about, ... of the expired, session, about, ... of my host}
+-- Returns  {lead (0 or 1), grace (0 or 1), number of expired sessions, session, about, ... of the expired,
+--          session, about, ... of my host}
 local now = redis.call('TIME')
 local now_ms = tonumber(now[1]) * 1000 + math.floor(tonumber(now[2]) / 1000)
 local lead = 1
-if ARGV[1] ~= '' then
+local grace = redis.call('EXISTS', KEYS[5])
+if ARGV[1] ~= '' and redis.call('EXISTS', KEYS[6]) == 0 then
+  -- Mine has run out as well: the store was away, perhaps, and only a beat can open the grace. It comes first.
+  lead = 0
+elseif ARGV[1] ~= '' then
   local leader = redis.call('GET', KEYS[4])
   if not leader or leader == ARGV[1] then
     redis.call('SET', KEYS[4], ARGV[1], 'PX', ARGV[2])
@@ -18,12 +24,12 @@ local expired = {}
 if lead == 1 then
   -- In the grace after an outage only those that said good-bye or whose kernel spoke (score 0) are surely dead.
   local until_ms = now_ms
-  if redis.call('EXISTS', KEYS[5]) == 1 then
+  if grace == 1 then
     until_ms = 0
   end
   expired = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', until_ms, 'LIMIT', 0, ARGV[3])
 end
-local reply = {lead, #expired}
+local reply = {lead, grace, #expired}
 for _, sessions in ipairs({expired, redis.call('SMEMBERS', KEYS[2])}) do
   for _, session in ipairs(sessions) do
     reply[#reply + 1] = session

@@ -84,9 +84,15 @@ class BeatAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Census:
-    """The state of the fleet, as a sweep needs it."""
+    """The state of the fleet, as a sweep needs it.
+
+    Attributes:
+        lead: The caller leads. Never one whose own session has run out: it must beat before it judges others.
+        grace: The store was away: what has run out by itself proves nothing yet.
+    """
 
     lead: bool
+    grace: bool
     expired: list[Peer]
     neighbours: list[Peer]
 

@@ -65,13 +65,20 @@ class RedisSessionStore:
         """See ``SessionStore.census``."""
         names = self._keys
         reply = self._census(
-            [names.sessions, names.host(session.host if session else ""), names.about, names.leader, names.grace],
+            [
+                names.sessions,
+                names.host(session.host if session else ""),
+                names.about,
+                names.leader,
+                names.grace,
+                names.session(session.name if session else ""),
+            ],
             [session.name if session else "", lead_ms, limit],
         )
-        lead, expired, *rest = reply
+        lead, grace, expired, *rest = reply
         peers = [Peer(name=text(name), about=text(about)) for name, about in zip(rest[::2], rest[1::2], strict=True)]
         neighbours = peers[expired:] if session and session.host else []
-        return Census(lead=bool(lead), expired=peers[:expired], neighbours=neighbours)
+        return Census(lead=bool(lead), grace=bool(grace), expired=peers[:expired], neighbours=neighbours)
 
     def condemn(self, peer: Peer) -> bool:
         """See ``SessionStore.condemn``."""

@@ -52,7 +52,7 @@ class WorkerProcess:
         pid_namespace: bool = False,
     ) -> None:
         self.name = name
-        self.log = log
+        self.log = log.absolute()
         self._cwd = cwd
         self._env = dict(env or {})
         self._pid_namespace = pid_namespace
@@ -65,7 +65,7 @@ class WorkerProcess:
             *args,
         ]
         # Workers that are killed leave their temporary files behind.
-        self._temporary = log.with_name(f"{log.name}.tmp")
+        self._temporary = self.log.with_name(f"{log.name}.tmp")
         self._log_start = 0
         self._main_pid = 0
         self._process: subprocess.Popen[bytes] | None = None

@@ -251,10 +251,10 @@ class Crew:
         """All that must be gone when every task has ended; empty if it is."""
         left: dict[str, object] = {}
         traces = tuple(f"{self.keys.root}:{name}" for name in ("lease:", "journal:", "inflight", "expiry", "owned:"))
-        messages = (f"{self._prefix}celery", f"{self._prefix}unacked", f"{APP}.dlq", f"{self._prefix}{APP}.dlq")
+        lasting = (self.keys.root, f"{self._prefix}_kombu.binding.", f"{self._prefix}unacked_mutex")
         for client in {id(one): one for one in (self.broker, self.lease_store)}.values():
             for key in sorted(key.decode() for key in client.keys("*")):
-                if key.startswith((*traces, *messages)):
+                if key.startswith(traces) or not key.startswith(lasting):
                     left[key] = client.type(key)
         sessions = self.sessions()
         if len(sessions) > sum(worker.alive for worker in self.workers):

@@ -199,10 +199,11 @@ def test_server_that_was_not_started_cannot_be_asked() -> None:
 
 
 @needs_setpriv
-def test_server_dies_with_the_interpreter_that_started_it() -> None:
+def test_server_dies_with_the_interpreter_that_started_it(tmp_path: Path) -> None:
     program = "from celery_selfheal.testing import RedisServer; print(RedisServer().start().pid, flush=True); input()"
+    env = {**os.environ, "TMPDIR": str(tmp_path)}  # for the folder that the killed one leaves behind
     with subprocess.Popen(
-        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as starter:
         assert starter.stdout is not None
         pid = int(starter.stdout.readline())

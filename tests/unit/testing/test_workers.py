@@ -120,6 +120,21 @@ def test_environment_is_ours_with_additions(start: StartWorker, tmp_path: Path) 
     assert f"PATH={os.environ['PATH']}".encode() in environment
 
 
+def test_relative_log_is_beside_its_starter_and_not_in_the_folder_of_the_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    program = "import tempfile; print(tempfile.gettempdir(), 'ready.'); raise SystemExit"
+    (tmp_path / "elsewhere" / "tiny.py").write_text(program)
+
+    worker = WorkerProcess("tiny", cwd=Path("elsewhere"), log=Path("w.log")).start()
+
+    assert worker.wait_log("ready.").startswith(str(tmp_path / "w.log.tmp"))
+    assert (tmp_path / "w.log").exists()
+    worker.stop()
+
+
 def test_killed_child_is_replaced_by_the_worker(start: StartWorker, app: Celery) -> None:
     worker = start(concurrency=2)
     before = worker.child_pids()
