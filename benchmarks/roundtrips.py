@@ -237,7 +237,7 @@ def beat_calls_and_seconds(stage: Stage, *, leases: int, beats: int) -> tuple[fl
     client.config_resetstat()
     seconds = [beat() for _ in range(beats)]
     server = client.info("commandstats")["cmdstat_evalsha"]
-    return len(calls) / counted, seconds, server["usec_per_call"] / 1e6
+    return len(calls) / counted, seconds, float(server["usec_per_call"]) / 1e6
 
 
 def _running(session: Session, number: int, client: Any, keys: Keys) -> Start:
@@ -264,18 +264,20 @@ def _running(session: Session, number: int, client: Any, keys: Keys) -> Start:
 def figures(plain: Tally, ours: Tally, *, tasks: int) -> list[Figure]:
     """Calls for each task: beyond plain Celery's, and of each kind."""
 
-    def beyond(process: str) -> float:
-        return (getattr(ours, process).total() - getattr(plain, process).total()) / tasks
+    def beyond(mine: Counter[str], theirs: Counter[str]) -> float:
+        return (mine.total() - theirs.total()) / tasks
 
     def of(name: str) -> float:
         return (ours.child[name] + ours.main[name]) / tasks
 
+    child, main = beyond(ours.child, plain.child), beyond(ours.main, plain.main)
+
     found = [
-        Figure(name="child", about="child, calls a task beyond plain Celery", value=beyond("child"), at_most=2),
+        Figure(name="child", about="child, calls a task beyond plain Celery", value=child, at_most=2),
         Figure(name="acquire", about="acquire, calls a task", value=of("acquire"), at_most=1, at_least=1),
         Figure(name="release", about="release, calls a task", value=of("release"), at_most=1, at_least=1),
         Figure(name="fetch", about="fetch that brings a message, calls a task", value=of("fetch")),
-        Figure(name="main", about="main, calls a task beyond plain Celery", value=beyond("main")),
+        Figure(name="main", about="main, calls a task beyond plain Celery", value=main),
     ]
     for who, tally in (("plain", plain), ("ours", ours)):
         for process in ("child", "main"):

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from benchmarks.tasks import APP, PLAIN_VARIABLE, QUEUE, URL_VARIABLE
 from celery_selfheal.testing import RedisServer, WorkerProcess
@@ -21,12 +22,15 @@ class Stage:
         self._folder = Path(tempfile.mkdtemp(prefix="selfheal-benchmark-"))
         self._workers: list[WorkerProcess] = []
         self.server = RedisServer()
-        self.client = self.server.client
 
     @property
     def url(self) -> str:
         """Database 0 of the server."""
         return self.server.url()
+
+    def client(self, db: int = 0) -> Any:  # redis-py's types differ between the versions that we support
+        """A client of the server, on connections of its own."""
+        return self.server.client(db)
 
     def worker(
         self,
@@ -66,8 +70,8 @@ class Stage:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def is_drained(client: object) -> bool:
+def is_drained(client: Any) -> bool:
     """Whether nothing waits in the queue and nothing is unacknowledged."""
-    with client.pipeline(transaction=False) as pipe:  # type: ignore[attr-defined]  # its types differ by version
+    with client.pipeline(transaction=False) as pipe:
         waiting, unacked = pipe.llen(QUEUE).hlen("unacked").execute()
     return not waiting and not unacked

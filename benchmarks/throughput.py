@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -14,6 +17,7 @@ from benchmarks.report import Figure, Report, progress
 from benchmarks.spread import spread
 from benchmarks.stage import Stage
 from benchmarks.tasks import QUEUE, make_app
+from celery_selfheal.testing import WorkerProcess
 
 WARM_UP_SHARE = 0.1  # of the tasks: until then children import and connect
 POLL_SECONDS = 0.01
@@ -47,8 +51,22 @@ CONTENDERS = (
 PAIRS = (("ours", "plain", 0.85), ("ours_result", "plain_result", 0.85), ("ours", "lock", 1.0))
 
 
-def tasks_a_second(stage: Stage, contender: Contender, *, tasks: int, concurrency: int) -> float:
-    """Let a new worker empty a full queue; its rate once it is warm."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One emptied queue.
+
+    Attributes:
+        rate: Tasks a second, once the worker is warm.
+        cpu: Milliseconds of processor for each task, by who used them; unlike the rate, other programs on the machine
+            hardly change it. Empty where there is no ``/proc``.
+    """
+
+    rate: float
+    cpu: dict[str, float]
+
+
+def run(stage: Stage, contender: Contender, *, tasks: int, concurrency: int) -> Run:
+    """Let a new worker empty a full queue."""
     broker = stage.client()
     broker.flushall()
     app = make_app(stage.url, plain=contender.plain)
@@ -59,6 +77,7 @@ def tasks_a_second(stage: Stage, contender: Contender, *, tasks: int, concurrenc
     # As Celery's own default: at INFO both would mostly write logs.
     worker = stage.worker(plain=contender.plain, concurrency=concurrency, args=["-l", "WARNING"])
     warm_at, warm_left = 0.0, 0
+    cpu_before: dict[str, float] = {}
     moved_at, left = time.monotonic(), tasks
     while left:
         time.sleep(POLL_SECONDS)
@@ -72,13 +91,36 @@ def tasks_a_second(stage: Stage, contender: Contender, *, tasks: int, concurrenc
         left = waiting + unacked
         if not warm_at and left <= tasks * (1 - WARM_UP_SHARE):
             warm_at, warm_left = now, left
+            cpu_before = _cpu_ms(worker, broker)
+    cpu_after = _cpu_ms(worker, broker)
     worker.stop(grace=0)
-    return warm_left / (moved_at - warm_at)
+    return Run(
+        rate=warm_left / (moved_at - warm_at),
+        cpu={who: (spent - cpu_before[who]) / warm_left for who, spent in cpu_after.items()},
+    )
 
 
-def figures(rates: dict[str, list[float]]) -> list[Figure]:
-    """Each contender's rate, and the promised ratios."""
-    medians = {name: spread(samples).p50 for name, samples in rates.items()}
+def _cpu_ms(worker: WorkerProcess, broker: Any) -> dict[str, float]:
+    """Milliseconds of processor that main, children and server have used so far."""
+    if not Path("/proc/self/stat").exists():
+        return {}
+    server = broker.info("cpu")
+    return {
+        "main": _process_cpu_ms(worker.pid),
+        "children": sum(_process_cpu_ms(pid) for pid in worker.child_pids()),
+        "server": (server["used_cpu_user"] + server["used_cpu_sys"]) * 1000,
+    }
+
+
+def _process_cpu_ms(pid: int) -> float:
+    # The command in field 2 may itself hold spaces and parentheses; no field after it does.
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
+
+
+def figures(runs: dict[str, list[Run]]) -> list[Figure]:
+    """Each contender's rate, the promised ratios, and what a task costs."""
+    medians = {name: spread([run.rate for run in done]).p50 for name, done in runs.items()}
     about = {contender.name: contender.about for contender in CONTENDERS}
     found = [
         Figure(name=name, about=about[name], value=median, unit="tasks/s", part="p50")
@@ -94,6 +136,17 @@ def figures(rates: dict[str, list[float]]) -> list[Figure]:
                     at_least=at_least,
                 )
             )
+    found += [
+        Figure(
+            name=f"{name}_cpu_{who}",
+            about=f"{about[name]}, processor a task: {who}",
+            value=spread([run.cpu[who] for run in done]).p50,
+            unit="ms",
+            part="p50",
+        )
+        for name, done in runs.items()
+        for who in done[0].cpu
+    ]
     return found
 
 
@@ -113,22 +166,22 @@ def main(rounds: int, tasks: int, concurrency: int, quick: bool, only: tuple[str
     """
     rounds, tasks = (2, 1_000) if quick else (rounds, tasks)
     contenders = [one for one in CONTENDERS if not only or one.name in only]
-    rates: dict[str, list[float]] = defaultdict(list)
+    runs: dict[str, list[Run]] = defaultdict(list)
     chance = random.Random(1)
     with Stage() as stage:
         machine = describe_machine(stage.client())
         for n in range(rounds):
             # Shuffled: a machine that gets slower or faster favours nobody.
             for contender in chance.sample(contenders, len(contenders)):
-                rate = tasks_a_second(stage, contender, tasks=tasks, concurrency=concurrency)
-                rates[contender.name].append(rate)
-                progress(f"round {n + 1} of {rounds}: {rate:5.0f} tasks/s, {contender.about}")
+                done = run(stage, contender, tasks=tasks, concurrency=concurrency)
+                runs[contender.name].append(done)
+                progress(f"round {n + 1} of {rounds}: {done.rate:5.0f} tasks/s, {contender.about}")
     Report(
         benchmark="throughput",
         machine=machine,
         conditions={"rounds": rounds, "tasks": tasks, "concurrency": concurrency},
-        figures=figures({one.name: rates[one.name] for one in contenders}),
-        samples=rates,
+        figures=figures({one.name: runs[one.name] for one in contenders}),
+        samples={name: [run.rate for run in done] for name, done in runs.items()},
     ).show(as_json=as_json)
 
 

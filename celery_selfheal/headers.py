@@ -23,12 +23,17 @@ BUDGET_PAID = "selfheal-budget-paid"
 """The retry has waited for its place in the retry budget."""
 
 OURS = (PUBLISHED, FIRST_PUBLISHED, FIRST_FAILURE, PREDECESSOR, RESTORES, REPLAYS, BUDGET_PAID, DEATH_HEADER)
-BROKERS = ("x-death", "x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-", "redelivered")
+BROKERS = ("x-death", "x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-")
+"""What these begin with, a broker has added; and ``redelivered`` itself."""
 
 
 def of_the_user(headers: Mapping[str, Any]) -> dict[str, Any]:
     """Headers without those that brokers and we add to a delivery."""
-    return {name: value for name, value in headers.items() if name not in OURS and not name.startswith(BROKERS)}
+    return {
+        name: value
+        for name, value in headers.items()
+        if name not in OURS and name != "redelivered" and not name.startswith(BROKERS)
+    }
 
 
 def of_a_replay(headers: Mapping[str, Any], *, replays: int) -> dict[str, Any]:
@@ -38,3 +43,14 @@ def of_a_replay(headers: Mapping[str, Any], *, replays: int) -> dict[str, Any]:
     """
     fresh = {"retries": 0, "eta": None, "expires": None} if "task" in headers else {}
     return {**of_the_user(headers), **fresh, REPLAYS: replays}
+
+
+def history_of(headers: Mapping[str, Any]) -> dict[str, Any]:
+    """What a message tells of its earlier attempts, under the names that a start's context has for it."""
+    return {
+        "published_at": headers.get(PUBLISHED),
+        "first_published_at": headers.get(FIRST_PUBLISHED) or headers.get(PUBLISHED),
+        "first_failure_at": headers.get(FIRST_FAILURE),
+        "replays": headers.get(REPLAYS) or 0,
+        "budget_paid": bool(headers.get(BUDGET_PAID)),
+    }

@@ -211,8 +211,9 @@ class Director:
         return recovery(strike, self._work(), self._recovered(strike))
 
     def _left_over(self) -> int:
-        # As kombu names them: what waits, and what was taken and not acknowledged.
-        return self._client.llen("celery") + self._client.hlen("unacked")
+        # As kombu names them: what waits in a queue, and what was taken and not acknowledged.
+        waiting = sum(self._client.llen(queue.name) for queue in app.conf.task_queues)
+        return waiting + self._client.hlen("unacked")
 
     def _seen(self) -> Seen:
         right = {

@@ -26,7 +26,7 @@ class Envelope:
         """Read it; whatever is no JSON object with headers passes through every edit untouched."""
         try:
             fields = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             fields = None
         if not isinstance(fields, dict) or not isinstance(fields.get("headers"), dict):
             return cls(raw, {})
@@ -111,12 +111,12 @@ class Envelope:
         if self.fields.get("content-type") == RAW_CONTENT_TYPE:
             return base64.b64decode(self.fields.get("body") or "")
         death = self.death
-        properties = self.fields.get("properties")
+        fields = dict(self.fields, headers=names.of_a_replay(self._headers, replays=death.replays + 1))
+        properties = fields.get("properties")
         if isinstance(properties, dict) and death.routing_key:
             origin = {"exchange": death.exchange, "routing_key": death.routing_key}
-            properties = dict(properties, delivery_info={**(properties.get("delivery_info") or {}), **origin})
-        headers = names.of_a_replay(self._headers, replays=death.replays + 1)
-        return json.dumps(dict(self.fields, headers=headers, properties=properties)).encode()
+            fields["properties"] = dict(properties, delivery_info={**(properties.get("delivery_info") or {}), **origin})
+        return json.dumps(fields).encode()
 
     @property
     def _headers(self) -> dict[str, Any]:

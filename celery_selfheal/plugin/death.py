@@ -12,7 +12,8 @@ from celery_selfheal.classify import Verdict, classify
 from celery_selfheal.clock import utc_now
 from celery_selfheal.dead_letter import Death, Reason
 from celery_selfheal.errors import DeadlineExceeded, InDoubt, PayloadMismatch, StalledTooOften
-from celery_selfheal.plugin.retry import age_of
+from celery_selfheal.plugin.install import plugin_of
+from celery_selfheal.plugin.retry import age_of, policy_now, verdict_on
 
 _NAMED = (
     (StalledTooOften, Reason.STALLED),
@@ -38,8 +39,14 @@ def reason_of(exc: BaseException, task: Any, *, attempt: int, first_published_at
     for kind, reason in _NAMED:
         if isinstance(exc, kind):
             return reason
-    verdict = classify(exc, task.retry_policy, attempt=attempt, age=age_of(first_published_at))
-    # The child has given up on an error that is worth retrying: by self.retry(max_retries=...), say.
+    # What the child has found counts: it knows of self.retry(max_retries=...), say.
+    verdict = verdict_on(exc) or classify(
+        exc,
+        policy_now(task),
+        attempt=attempt,
+        age=age_of(first_published_at),
+        unrecoverable=plugin_of(task.app).unrecoverable,
+    )
     return Reason.UNRECOVERABLE if verdict is Verdict.UNRECOVERABLE else Reason.EXHAUSTED
 
 
@@ -57,6 +64,13 @@ def death_of_request(request: Any, exc: BaseException, trace: str, reason: Reaso
         attempts=int(request.request_dict.get("retries") or 0) + (0 if isinstance(exc, StalledTooOften) else 1),
         stalls=exc.starts if isinstance(exc, StalledTooOften) else 0,
         worker=worker,
+    )
+
+
+def death_of_eager(exc: BaseException, trace: str, reason: Reason, *, context: Any, **known: Any) -> Death:
+    """Envelope of a task that failed for good in eager mode: it came from no queue."""
+    return _death(
+        context, {}, reason, exception=type(exc).__name__, text=str(exc), trace=trace, worker="eager", **known
     )
 
 

@@ -34,13 +34,7 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         # Ours and the broker's must not travel on into retries and child tasks; the message itself keeps them.
         for name in given.keys() - names.of_the_user(given).keys():
             del self._request_dict[name]
-        self.context_of_start = {
-            "published_at": given.get(names.PUBLISHED),
-            "first_published_at": given.get(names.FIRST_PUBLISHED) or given.get(names.PUBLISHED),
-            "first_failure_at": given.get(names.FIRST_FAILURE),
-            "replays": given.get(names.REPLAYS) or 0,
-            "budget_paid": bool(given.get(names.BUDGET_PAID)),
-        }
+        self.context_of_start = names.history_of(given)
         worker = self._worker
         if worker is not None:
             self.start = worker.announce(self, predecessor=given.get(names.PREDECESSOR), context=self.context_of_start)

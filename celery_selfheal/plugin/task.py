@@ -32,8 +32,9 @@ from celery_selfheal.leases.port import (
     StalledOut,
     Start,
 )
+from celery_selfheal.plugin import eager
 from celery_selfheal.plugin.install import Plugin, install, is_built_in, plugin_of
-from celery_selfheal.plugin.retry import age_of, policy_of, replace_delivery
+from celery_selfheal.plugin.retry import age_of, mark, policy_now, policy_of, replace_delivery
 from celery_selfheal.telemetry.events import TaskStalled
 
 logger = logging.getLogger("celery_selfheal")
@@ -52,7 +53,7 @@ class _Running:
     Attributes:
         retries: Next attempts that the body asked for; sent when it has ended.
         asks_retry: ``self.retry()`` is under way: its signature is ours to send.
-        gave_up: ``self.retry()`` has found its attempts used up.
+        gave_up: What ``self.retry()`` raised when it found its attempts used up.
     """
 
     start: Start
@@ -60,7 +61,7 @@ class _Running:
     leases: LeaseStore
     retries: list[Any] = field(default_factory=list)
     asks_retry: bool = False
-    gave_up: bool = False
+    gave_up: Exception | None = None
 
 
 class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
@@ -81,6 +82,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         retry_backoff_min: Floor of the wait.
         retry_jitter: ``True`` or ``"full"``, ``"equal"``, ``"decorrelated"``, or ``False``.
         retry_max_age: No retry for a message first published longer ago; ``None`` for any age.
+        retry_kwargs: Further arguments of ``retry`` for the retries that are sent for you.
         dead_letter: ``False``: a final failure is only stored, as in plain Celery.
         dead_letter_queue: Another queue than ``selfheal_dlq``.
         dead_letter_for: Only these exceptions are dead-lettered; by default all.
@@ -99,6 +101,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
     retry_backoff_min: float = 0
     retry_jitter: bool | str = True
     retry_max_age: float | None = None
+    retry_kwargs: Mapping[str, Any] | None = None
     dead_letter: bool = True
     dead_letter_queue: str | None = None
     dead_letter_for: tuple[type[BaseException], ...] = (Exception,)
@@ -107,6 +110,12 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
     retry_policy: RetryPolicy
     #: Celery wraps ``run`` of tasks that lack it; ours are retried outside of the body, by ``__call__``.
     _orig_run = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        # Before Celery looks at the options: its own errors name neither task nor option.
+        if not cls.__dict__.get("abstract"):
+            policy_of(cls, base=SelfHealTask)
 
     @classmethod
     def on_bound(cls, app: Celery) -> None:
@@ -139,12 +148,29 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             result = self.run(*args, **kwargs)
         except Exception as exc:
             retry = self._judge(plugin, running, exc)
-            self._send_retries(plugin, running)
+            self._send_retries(plugin, running, raised=retry or exc)
             if retry is not None:
                 raise retry from exc
             raise
-        self._send_retries(plugin, running)
+        self._send_retries(plugin, running, raised=None)
         return result
+
+    def apply(
+        self,
+        args: Any = None,
+        kwargs: Any = None,
+        link: Any = None,
+        link_error: Any = None,
+        task_id: str | None = None,
+        retries: int | None = None,
+        throw: bool | None = None,
+        **options: Any,
+    ) -> Any:
+        """As Celery's, and with as many attempts as a worker would make: at once, needing neither broker nor Redis."""
+        options.update(link=link, link_error=link_error, task_id=task_id, retries=retries, throw=throw)
+        if is_built_in(self.name):
+            return super().apply(args, kwargs, **options)
+        return eager.run_attempts(self, super().apply, args, kwargs, **options)
 
     @property
     def lease(self) -> Lease | None:
@@ -170,17 +196,22 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         running = self._running
         if running is None:
             return super().retry(args, kwargs, exc, throw, eta, countdown, max_retries, **options)
+        policy = policy_now(self)
         if not eta and countdown is None:
-            countdown = self.retry_policy.delay(self.request.retries, chance=jitter()).total_seconds()
+            countdown = policy.delay(self.request.retries, chance=jitter()).total_seconds()
+        if policy.is_too_old(age_of(self._context().get("first_published_at"))):
+            max_retries = 0
         running.asks_retry = True
         try:
             ret = super().retry(args, kwargs, exc, False, eta, countdown, max_retries, **options)
-        except Exception:
-            running.gave_up = True
+        except Exception as error:
+            running.gave_up = error
             raise
         finally:
             running.asks_retry = False
             self.__dict__.pop("override_max_retries", None)
+        if self.request.is_eager:
+            running.retries.append(ret.sig)
         if throw:
             raise ret
         return ret
@@ -191,24 +222,33 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         if running is None or not running.asks_retry:
             return super().signature_from_request(request, *args, **kwargs)
         context = self._context()
+        is_eager = self.request.is_eager
+        first_published_at = context.get("first_published_at")
+        if is_eager:
+            first_published_at = eager.as_if_waited(
+                first_published_at, countdown=kwargs.get("countdown"), eta=kwargs.get("eta")
+            )
         user_headers = names.of_the_user(dict((request or self.request).headers or {}, **(kwargs.get("headers") or {})))
         kwargs["headers"] = {
             **user_headers,
             names.PREDECESSOR: running.start.token,
-            names.FIRST_PUBLISHED: context.get("first_published_at"),
+            names.FIRST_PUBLISHED: first_published_at,
             names.FIRST_FAILURE: context.get("first_failure_at") or utc_now().isoformat(),
             names.REPLAYS: context.get("replays") or 0,
         }
         signature = super().signature_from_request(request, *args, **kwargs)
-        if not self.request.is_eager:
+        if is_eager:
+            eager.catch(signature)
+        else:
             signature.apply_async = lambda: running.retries.append(signature)
         return signature
 
     def end_start(self, state: str | None, retval: Any) -> None:
         """Release at the very end, when callbacks are sent and the result is stored. Called by ``task_postrun``."""
         running = self._running
-        # Without a state the body was left by SystemExit or the like: the process goes down, and main counts it.
-        if running is None or state is None:
+        # Without a state the body was left by SystemExit or the like: the process goes down, and main counts it. An
+        # eager one lives on, and Celery gives none to what it lets through.
+        if running is None or (state is None and not self.request.is_eager):
             return
         self.request.selfheal_running = None
         # The result could not be stored, say: the message must come back, so nothing may say that it is done.
@@ -219,7 +259,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
                 running.start,
                 ended=True,
                 marker=not unfinished and not requeued,
-                state=state.lower(),
+                state=(state or "raised").lower(),
                 # Failures and rejections are settled by main, from the raw message.
                 acknowledge=not unfinished and state in (states.SUCCESS, states.RETRY, states.IGNORED),
             )
@@ -244,6 +284,9 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             return Start(**announced)
         if not request.is_eager:
             return None
+        headers = request.headers or {}
+        request.headers = names.of_the_user(headers) or None
+        request.properties = {CONTEXT_KEY: names.history_of(headers)}
         token = uuid.uuid4().hex
         return Start(
             task_id=request.id,
@@ -252,6 +295,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             session="eager",
             attempt=f"{self.name}:{request.retries}",
             marker=token,
+            predecessor=headers.get(names.PREDECESSOR),
         )
 
     def _enter(self, plugin: Plugin, start: Start, leases: LeaseStore) -> _Running:
@@ -263,7 +307,8 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         if isinstance(outcome, Busy):
             is_twin = outcome.attempt in ("", start.attempt)
             patience = outcome.remaining if is_twin else min(outcome.remaining, SUCCESSOR_PATIENCE)
-            self._park(plugin, start, patience, paid=False)
+            if not self.request.is_eager:
+                self._park(plugin, start, patience, paid=False)
             raise Ignore(f"parked: another start runs for another {outcome.remaining.total_seconds():.1f} s")
         if isinstance(outcome, AlreadyDone):
             raise Ignore("a copy of this message was finished")
@@ -293,21 +338,35 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
 
     def _judge(self, plugin: Plugin, running: _Running, exc: Exception) -> Retry | None:
         """The retry that this failure deserves; ``None`` lets the exception go its way."""
+        policy = policy_now(self)
         verdict = classify(
             exc,
-            self.retry_policy,
+            policy,
             attempt=self.request.retries,
             age=age_of(self._context().get("first_published_at")),
             unrecoverable=plugin.unrecoverable,
         )
-        if verdict is not Verdict.RETRY or running.gave_up:
+        if running.gave_up is not None and (running.gave_up is exc or verdict is Verdict.RETRY):
+            verdict = Verdict.EXHAUSTED
+        if verdict is not Verdict.RETRY:
+            mark(exc, verdict)
             return None
-        retry: Retry = self.retry(exc=exc, throw=False)
+        retry: Retry = self.retry(**{"max_retries": policy.max_retries, **policy.options}, exc=exc, throw=False)
         return retry
 
-    def _send_retries(self, plugin: Plugin, running: _Running) -> None:
-        """Send what ``self.retry()`` asked for, in place of the held delivery where the broker can do that."""
+    def _send_retries(self, plugin: Plugin, running: _Running, *, raised: Exception | None) -> None:
+        """Send what ``self.retry()`` asked for, in place of the held delivery where the broker can do that.
+
+        Args:
+            raised: What the body is left by; an eager ``Retry`` is followed up by ``apply``.
+        """
         waiting, running.retries = running.retries, []
+        if self.request.is_eager:
+            for signature in waiting:
+                if signature is not getattr(raised, "sig", None):
+                    args, kwargs, options = eager.caught(signature)
+                    self.apply(args, kwargs, **options)
+            return
         give_up_at = monotonic() + plugin.settings.lease_ttl.total_seconds()
         start = running.start
         for signature in waiting:

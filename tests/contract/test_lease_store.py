@@ -928,7 +928,7 @@ def test_busy_and_done_copies_cost_no_budget(make_bench: Callable[..., LeaseBenc
         bench.store.acquire(a_start(turn="retry"))
 
     for n in range(5):
-        begin(bench, a_start(f"t{n}", turn="retry"))
+        begin(bench, a_start(f"u{n}", turn="retry"))
 
 
 # -- what only a server can do

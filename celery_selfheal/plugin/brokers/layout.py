@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -10,6 +11,8 @@ from typing import Any
 from celery import Celery
 
 from celery_selfheal.leases.redis import UnackedKeys
+
+LEAST_PRIORITY, MOST_PRIORITY = 0, 9  # what kombu makes of any number
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,3 +61,18 @@ def queue_of(list_key: str, layout: RedisLayout) -> str:
     name = list_key.removeprefix(layout.prefix)
     queue, mark, step = name.rpartition(layout.sep)
     return queue if mark and step.isdigit() else name
+
+
+def list_of(queue: str, priority: object, layout: RedisLayout) -> str:
+    """The list into which kombu would put a message of this priority: the inverse of ``queue_of``."""
+    try:
+        number = max(LEAST_PRIORITY, min(int(priority), MOST_PRIORITY))  # type: ignore[call-overload]  # caught
+    except (TypeError, ValueError):
+        number = LEAST_PRIORITY
+    step = layout.priority_steps[bisect(layout.priority_steps, number) - 1]
+    return layout.prefix + (f"{queue}{layout.sep}{step}" if step else queue)
+
+
+def lists_of(queue: str, layout: RedisLayout) -> list[str]:
+    """Every list of a queue."""
+    return [list_of(queue, step, layout) for step in layout.priority_steps]

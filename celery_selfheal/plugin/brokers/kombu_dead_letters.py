@@ -1,0 +1,234 @@
+"""The dead letter queue on AMQP, and on every other transport of kombu's: read by taking all and giving it back."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+from kombu.utils.json import dumps
+
+from celery_selfheal import headers as names
+from celery_selfheal.agents.dead_letters import DeadLetter, Entry, Outcome
+from celery_selfheal.errors import StoreError
+from celery_selfheal.plugin.publisher import Publisher, copy_of
+
+PAGE_SIZE = 100
+DELAYED = "celery_delayed_"  # in the names of the exchanges through which Celery's messages with an ETA travel
+
+
+class KombuDeadLetterStore:
+    """``DeadLetterStore`` on any kombu transport; on AMQP it is safe against kills.
+
+    While a pass lasts, what it has read is hidden from others, and stays in the queue. A message that was moved here
+    twice, since its worker was killed in between, is shown once, and settled with its twin.
+    """
+
+    def __init__(self, app: Celery, publisher: Publisher, *, queue: str) -> None:
+        self._app = app
+        self._publisher = publisher
+        self._queue = queue
+
+    @contextmanager
+    def reading(self) -> Iterator[_Reading]:
+        """See ``DeadLetterStore.reading``."""
+        with self._app.connection_for_read() as connection:
+            with answering(connection, "connect"):
+                connection.ensure_connection(max_retries=1, interval_start=0)
+            reading = _Reading(self._app, connection, self._publisher, self._queue)
+            try:
+                yield reading
+            finally:
+                reading.give_back()
+
+    def __len__(self) -> int:
+        """See ``DeadLetterStore``; on AMQP without what a pass has taken, and twins counted twice."""
+        with self._app.connection_for_read() as connection, answering(connection, "count"):
+            connection.ensure_connection(max_retries=1, interval_start=0)
+            return _depth(connection, self._queue)
+
+
+class _Reading:
+    """See ``Reading``. Deliveries that were neither replayed nor dropped go back when it ends."""
+
+    def __init__(self, app: Celery, connection: Any, publisher: Publisher, queue: str) -> None:
+        self._app = app
+        self._connection = connection
+        self._publisher = publisher
+        self._queue = queue
+        self._channel: Any = None
+        self._held: dict[bytes, list[Any]] = {}
+        self._settled: set[bytes] = set()
+        self._exchanges: dict[str, bool] = {"": True}
+
+    def pages(self) -> Iterator[list[Entry]]:
+        """See ``Reading.pages``."""
+        with answering(self._connection, "list"):
+            left = _depth(self._connection, self._queue)
+            self._channel = self._connection.channel()
+        # Not beyond what was there when it began: what comes meanwhile is for the next pass.
+        while left > 0:
+            page = []
+            with answering(self._connection, "list"):
+                for _ in range(min(left, PAGE_SIZE)):
+                    message = self._take()
+                    left -= 1
+                    if message is None:
+                        left = 0
+                        break
+                    entry = self._enter(message)
+                    if entry is not None:
+                        page.append(entry)
+            if page:
+                yield page
+
+    def replay(self, entries: Sequence[Entry]) -> list[Outcome]:
+        """See ``Reading.replay``: published and confirmed, and only then acknowledged here."""
+        copies, wanted = [], []
+        with answering(self._connection, "replay"):
+            for entry in entries:
+                exchange, routing_key = self._origin_of(entry.letter)
+                if self._exists(exchange):
+                    headers = names.of_a_replay(entry.place.headers, replays=entry.letter.replays + 1)
+                    copies.append(copy_of(entry.place, headers=headers, exchange=exchange, routing_key=routing_key))
+                    wanted.append(entry)
+            # Not to be acknowledged one by one: a broker that answers slowly would be asked a thousand times.
+            sent = dict(zip(map(id, wanted), self._publisher.send_all(copies), strict=True))
+            self._settle([entry for entry in wanted if sent[id(entry)]])
+        return [Outcome.MOVED if sent.get(id(entry)) else Outcome.UNROUTABLE for entry in entries]
+
+    def drop(self, entries: Sequence[Entry]) -> list[Outcome]:
+        """See ``Reading.drop``."""
+        with answering(self._connection, "drop"):
+            self._settle(entries)
+        return [Outcome.MOVED for _ in entries]
+
+    def give_back(self) -> None:
+        """Put everything back that this pass has taken, in its order."""
+        channel, self._channel = self._channel, None
+        if channel is None:
+            return
+        if not _is_amqp(self._connection):
+            for tags in self._held.values():
+                for tag in tags:
+                    channel.basic_reject(tag, requeue=True)
+        # On AMQP this alone does it; and if even that does not go through, so does the end of the connection.
+        with suppress(Exception):
+            channel.close()
+
+    def _take(self) -> Any:
+        message = self._channel.basic_get(queue=self._queue, no_ack=False)
+        to_python = getattr(self._channel, "message_to_python", None)
+        # Not by kombu's own way, which raises for a message that it cannot decode.
+        return message if message is None or to_python is None else to_python(message)
+
+    def _enter(self, message: Any) -> Entry | None:
+        """The entry of a message; ``None`` for the twin of one that was there before."""
+        raw = dumps(envelope_of(message)).encode()  # type: ignore[no-untyped-call]  # kombu is untyped
+        letter = DeadLetter.read(raw)
+        key = _key_of(letter, message)
+        if key in self._settled:
+            message.ack()
+            return None
+        is_first = key not in self._held
+        self._held.setdefault(key, []).append(message.delivery_tag)
+        return Entry(raw, letter, message) if is_first else None
+
+    def _settle(self, entries: Sequence[Entry]) -> None:
+        for entry in entries:
+            key = _key_of(entry.letter, entry.place)
+            self._settled.add(key)
+            for tag in self._held.pop(key, ()):
+                self._channel.basic_ack(tag)
+
+    def _origin_of(self, letter: DeadLetter) -> tuple[str, str]:
+        """Exchange and routing key that lead to the queue of its origin, and to no other."""
+        straight = ("", letter.queue or letter.routing_key)
+        if not letter.exchange or DELAYED in letter.exchange:
+            return straight
+        fed = [queue for queue in self._app.amqp.queues.values() if queue.exchange and queue.exchange.name == letter.exchange]
+        if letter.queue and any(queue.exchange.type == "fanout" or queue.name != letter.queue for queue in fed):
+            # The others have had their copies.
+            if any(queue.exchange.type != "direct" for queue in fed):
+                return straight
+        if not _is_amqp(self._connection):
+            # Kombu emulates exchanges, and knows only those that were declared here.
+            for queue in fed:
+                queue(self._connection.default_channel).declare()
+            if not self._connection.default_channel._lookup(letter.exchange, letter.routing_key):
+                return straight
+        return letter.exchange, letter.routing_key
+
+    def _exists(self, exchange: str) -> bool:
+        """Whether there is such an exchange: a publish to none would take those before it along."""
+        if exchange not in self._exchanges:
+            self._exchanges[exchange] = True
+            if _is_amqp(self._connection):
+                channel = self._connection.channel()
+                try:
+                    channel.exchange_declare(exchange, "direct", passive=True)
+                except self._connection.channel_errors:
+                    self._exchanges[exchange] = False
+                else:
+                    channel.close()
+        return self._exchanges[exchange]
+
+
+@contextmanager
+def answering(connection: Any, step: str) -> Iterator[None]:
+    """Turn "the broker did not answer" into ``StoreError``.
+
+    Args:
+        connection: Kombu's.
+        step: What was asked of it.
+    """
+    errors = (OSError, OperationalError, *connection.connection_errors, *connection.channel_errors)
+    try:
+        yield
+    except errors as exc:
+        raise StoreError(connection.as_uri(), f"{step}: {type(exc).__name__}: {exc}") from exc
+
+
+def envelope_of(message: Any) -> dict[str, Any]:
+    """A received message in kombu's own envelope, as a Redis list would hold it."""
+    one = copy_of(message, headers=message.headers or {}, exchange="", routing_key="")
+    info = message.delivery_info or {}
+    return {
+        "body": base64.b64encode(one.body).decode(),
+        "content-type": one.content_type,
+        "content-encoding": one.content_encoding,
+        "headers": {name: value for name, value in one.headers.items() if not name.startswith(names.BROKERS)},
+        "properties": {
+            **one.properties,
+            "body_encoding": "base64",
+            "delivery_info": {"exchange": info.get("exchange"), "routing_key": info.get("routing_key")},
+        },
+    }
+
+
+def _key_of(letter: DeadLetter, message: Any) -> bytes:
+    """The same for copies of one message that died once: they differ in nothing but the instant."""
+    body = message.body or b""
+    text = body.encode() if isinstance(body, str) else bytes(body)
+    parts: Mapping[str, Any] = message.headers or {}
+    known = f"{parts.get('id') or message.delivery_tag}\0{letter.replays}\0{letter.queue}\0".encode()
+    return hashlib.sha256(known + text).digest()[:16]
+
+
+def _depth(connection: Any, queue: str) -> int:
+    channel = connection.channel()
+    try:
+        found = channel.queue_declare(queue=queue, passive=True)
+    except connection.channel_errors:
+        # There is no such queue, since nothing has died yet.
+        return 0
+    channel.close()
+    return int(found.message_count)
+
+
+def _is_amqp(connection: Any) -> bool:
+    return bool(connection.transport.driver_type == "amqp")
