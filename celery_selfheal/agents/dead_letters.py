@@ -89,7 +89,7 @@ class Filters:
             and (self.task is None or fnmatchcase(letter.task, self.task))
             and (self.reason is None or letter.reason == self.reason)
             and (self.exception is None or fnmatchcase(letter.exception, self.exception))
-            and (self.older_than is None and self.newer_than is None or self._has_age(letter, now))
+            and ((self.older_than is None and self.newer_than is None) or self._has_age(letter, now))
         )
 
     def _has_age(self, letter: DeadLetter, now: datetime) -> bool:

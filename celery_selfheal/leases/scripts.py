@@ -8,11 +8,11 @@ from importlib import resources
 from typing import Any
 
 import redis
-from redis.exceptions import NoScriptError
+from redis.exceptions import NoScriptError, RedisError
 
 from celery_selfheal.errors import StoreError
 
-__all__ = ("NoScriptError", "Script", "ScriptArgument", "answering", "source", "text")
+__all__ = ("NoScriptError", "RedisError", "Script", "ScriptArgument", "answering", "source", "text")
 
 ScriptArgument = str | int | float | bytes
 
@@ -32,7 +32,7 @@ def answering(address: str, step: str) -> Iterator[None]:
     """
     try:
         yield
-    except redis.RedisError as exc:
+    except RedisError as exc:
         raise StoreError(address, f"{step}: {exc}") from exc
 
 

@@ -14,9 +14,10 @@ from celery_selfheal.errors import SelfHealError, SettingsError
 from celery_selfheal.plugin import native
 from celery_selfheal.plugin.brokers.layout import layout_of
 from celery_selfheal.plugin.brokers.redis import ReliableFetch, missing_shape
+from celery_selfheal.plugin.brokers.wait import Idle, Waiter
 from celery_selfheal.plugin.death import death_of_message
 from celery_selfheal.plugin.install import Plugin, plugin_of
-from celery_selfheal.plugin.stores import lease_address, open_client
+from celery_selfheal.plugin.stores import lease_address, open_broker_client, open_client
 from celery_selfheal.plugin.worker import Worker
 from celery_selfheal.redis_url import without_password
 
@@ -58,6 +59,8 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
+    _fetch: ReliableFetch | None = None
+
     def start(self, c: Any) -> None:
         """Install reliable fetch on the new channel, if broker and settings allow."""
         plugin = plugin_of(c.app)
@@ -84,17 +87,22 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
                 f"this kombu has no {', '.join(missing)}" if missing else "its Redis transport is not the usual one",
             )
             return
-        ReliableFetch(
+        hub = c.hub if c.hub and c.loop.__name__ == "asynloop" else None
+        self._fetch = ReliableFetch(
             channel,
             worker=plugin.worker,
             deliveries=stores.deliveries,
             keys=plugin.keys,
             layout=layout,
-            call_later=c.hub.call_later if c.hub and c.loop.__name__ == "asynloop" else None,
-        ).install()
+            idle=Idle(Waiter(open_broker_client(c.app, ttl=plugin.settings.lease_ttl)), hub=hub),
+        )
+        self._fetch.install()
 
     def stop(self, c: Any) -> None:
-        """Nothing: what is held stays held over a reconnect."""
+        """The connection is gone: what is held stays held over a reconnect."""
+        if self._fetch is not None:
+            self._fetch.close()
+            self._fetch = None
 
     def shutdown(self, c: Any) -> None:
         """The pool has drained: hand over what is left and say good-bye."""

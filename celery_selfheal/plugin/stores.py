@@ -89,6 +89,18 @@ def open_client(address: Address, *, ttl: timedelta) -> Any:
     return make_client(address.url, ssl=address.ssl, timeout=timeout, setting=address.setting)
 
 
+def open_broker_client(app: Celery, *, ttl: timedelta) -> Any:
+    """A client of the Redis broker, for one user alone.
+
+    Raises:
+        SettingsError: the broker is not a Redis that we can connect to.
+    """
+    address = broker_address(app)
+    if address is None:
+        raise SettingsError("the broker is not a Redis server that the plugin can connect to", "broker_url")
+    return open_client(address, ttl=ttl)
+
+
 def open_stores(app: Celery, settings: SelfHealSettings, keys: Keys) -> Stores:
     """Open all stores; nothing is connected before the first call.
 

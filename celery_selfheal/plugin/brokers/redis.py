@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from queue import Empty
-from time import sleep
 from types import MethodType
 from typing import Any
 
@@ -18,13 +18,13 @@ from celery_selfheal.errors import StoreError
 from celery_selfheal.keys import Keys, delivery_tag, session_of_tag
 from celery_selfheal.leases.scripts import NoScriptError, source
 from celery_selfheal.plugin.brokers.layout import RedisLayout
+from celery_selfheal.plugin.brokers.wait import Idle
 from celery_selfheal.plugin.death import death_of_bytes
 from celery_selfheal.plugin.worker import Worker
 from celery_selfheal.sessions.redis import RedisDeliveryStore
 
 logger = logging.getLogger("celery_selfheal")
 
-IDLE_PAUSES_SECONDS = (0.02, 0.03, 0.05, 0.07, 0.1)  # between looks at empty lists, longer each time
 NO_SESSION_PAUSE_SECONDS = 0.1
 
 CHANNEL_SHAPE = (
@@ -50,13 +50,17 @@ def missing_shape(channel: Any) -> list[str]:
     return missing
 
 
-class ReliableFetch:
-    """Replaces BRPOP and the unacked bookkeeping of one channel.
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """What was asked of Redis last, and whose answer is due."""
 
-    Args:
-        call_later: Schedules a wake-up of the event loop; ``None`` where the consumer polls in a loop of its own
-            (gevent, eventlet) and may sleep.
-    """
+    tag: str
+    queues: list[str]
+    lists: list[str]
+
+
+class ReliableFetch:
+    """Replaces BRPOP and the unacked bookkeeping of one channel."""
 
     def __init__(
         self,
@@ -66,7 +70,7 @@ class ReliableFetch:
         deliveries: RedisDeliveryStore,
         keys: Keys,
         layout: RedisLayout,
-        call_later: Callable[[float, Callable[[], None]], Any] | None,
+        idle: Idle,
     ) -> None:
         self._channel = channel
         self._qos = channel.qos
@@ -74,12 +78,9 @@ class ReliableFetch:
         self._deliveries = deliveries
         self._keys = keys
         self._layout = layout
-        self._call_later = call_later
+        self._idle = idle
         self._number = 0
-        self._empty_looks = 0
-        self._next_look = 0.0
-        self._wake_is_due = False
-        self._asked: tuple[str, list[str]] | None = None
+        self._asked: _Question | None = None
         self._original_append = self._qos.append
         self._original_ack = self._qos.ack
         self._original_reject = self._qos.reject
@@ -99,6 +100,10 @@ class ReliableFetch:
         # The sweep does this duty, by Redis' clock and for deliveries without owner only.
         qos.restore_visible = MethodType(lambda self, *args, **kwargs: None, qos)
 
+    def close(self) -> None:
+        """The channel is gone, or will be."""
+        self._idle.close()
+
     # -- taking messages
 
     def _ask(self, timeout: float | None = None) -> None:
@@ -106,28 +111,26 @@ class ReliableFetch:
         queues = channel._queue_cycle.consume(len(channel.active_queues))
         if not queues:
             return
-        pause = self._next_look - monotonic()
         if not self._worker.may_fetch:
-            pause = max(pause, NO_SESSION_PAUSE_SECONDS)
-        if pause > 0:
-            self._wait(pause)
-            if self._call_later is not None:
-                return
+            self._idle.not_now(NO_SESSION_PAUSE_SECONDS)
+        if self._idle.must_wait():
+            return
         lists = [(queue, channel._q_for_pri(queue, step)) for step in channel.priority_steps for queue in queues]
         session = self._worker.session.name
         self._number += 1
         tag = delivery_tag(session, self._number)
+        list_keys = [self._layout.prefix + name for _, name in lists]
         keys = [
             self._keys.session(session),
             self._layout.unacked.unacked,
             self._layout.unacked.index,
             self._keys.owned(session),
-            *(self._layout.prefix + name for _, name in lists),
+            *list_keys,
         ]
         connection = channel.client.connection
         channel._in_poll = connection
         channel._brpop_sent_at = monotonic()
-        self._asked = (tag, [queue for queue, _ in lists])
+        self._asked = _Question(tag, [queue for queue, _ in lists], list_keys)
         connection.send_command("EVALSHA", self._sha, len(keys), *keys, tag, *(json.dumps(queue) for queue, _ in lists))
 
     def _read(self, **options: Any) -> bool:
@@ -148,13 +151,19 @@ class ReliableFetch:
             flush = getattr(channel, "_flush_brpop_reauth", None)
             if flush is not None:
                 flush()
-        if asked is None or not reply:
-            self._pause(no_session=reply == 0)
+        if asked is None:
             raise Empty
-        self._empty_looks, self._next_look = 0, 0.0
-        tag, queues = asked
+        if reply == 0:
+            # The session has run out: main takes a new incarnation before it takes messages.
+            self._worker.wake()
+            self._idle.not_now(NO_SESSION_PAUSE_SECONDS)
+            raise Empty
+        if not reply:
+            self._idle.nothing(asked.lists)
+            raise Empty
         position, message = reply
-        self._deliver(tag, queues[position - 1], message)
+        self._idle.found(asked.lists[position - 1])
+        self._deliver(asked.tag, asked.queues[position - 1], message)
         return True
 
     def _deliver(self, tag: str, queue: str, message: bytes) -> None:
@@ -184,30 +193,6 @@ class ReliableFetch:
     def _refuse(self, tag: str, queue: str, exc: Exception) -> None:
         logger.error("a message in queue %s cannot be read: %s: %s", queue, type(exc).__name__, exc)
         self._worker.dead_letter_raw(tag, death_of_bytes(exc, queue=queue, worker=self._worker.node))
-
-    def _pause(self, *, no_session: bool) -> None:
-        if no_session:
-            self._worker.wake()
-            seconds = NO_SESSION_PAUSE_SECONDS
-        else:
-            seconds = IDLE_PAUSES_SECONDS[min(self._empty_looks, len(IDLE_PAUSES_SECONDS) - 1)]
-            self._empty_looks += 1
-        self._next_look = monotonic() + seconds
-        if self._call_later is not None:
-            # Asked for now: a turn of the loop reckons its sleep before it calls us, and would sleep through a timer
-            # that is set in it, for up to a second.
-            self._wait(seconds)
-
-    def _wait(self, seconds: float) -> None:
-        if self._call_later is None:
-            sleep(seconds)
-        elif not self._wake_is_due:
-            self._wake_is_due = True
-            self._call_later(seconds, self._woken)
-
-    def _woken(self) -> None:
-        # That the loop turns is enough: it asks again at the start of each turn.
-        self._wake_is_due = False
 
     def _load(self) -> str:
         with self._channel.conn_or_acquire() as client:
