@@ -12,12 +12,14 @@ from celery_selfheal.errors import (
     StoreError,
     UnrecoverableError,
 )
+from celery_selfheal.plugin.dead_letters import DeadLetterQueue
 from celery_selfheal.plugin.install import install, selfheal_schedule
 from celery_selfheal.plugin.task import SelfHealTask
 
 __version__ = "0.1.0"
 
 __all__ = (
+    "DeadLetterQueue",
     "DeadlineExceeded",
     "InDoubt",
     "LeaseBusy",

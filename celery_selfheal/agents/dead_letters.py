@@ -114,6 +114,13 @@ class Entry:
     place: Any
 
 
+def printable(text: str) -> str:
+    """The text for a terminal or a log: what could move the cursor or forge a line is shown as its escape."""
+    return "".join(
+        one if one.isprintable() else one.encode("unicode_escape", "surrogatepass").decode("ascii") for one in text
+    )
+
+
 class Outcome(enum.Enum):
     """What became of one entry."""
 

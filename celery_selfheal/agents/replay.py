@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 
-from celery_selfheal.agents.dead_letters import DeadLetterStore, Entry, Filters, Outcome, Reading
+from celery_selfheal.agents.dead_letters import DeadLetter, DeadLetterStore, Entry, Filters, Outcome, Reading, printable
 
 logger = logging.getLogger("celery_selfheal.dlq")
 
@@ -158,10 +158,10 @@ class Replayer:
             letter = entry.letter
             if not letter.has_origin:
                 report.unroutable += 1
-                logger.warning("not replayed: %s[%s], nobody knows where it came from", letter.task, letter.id)
+                logger.warning("not replayed: %s, nobody knows where it came from", name_of(letter))
             elif letter.replays >= self._max_replays and not force:
                 report.refused += 1
-                logger.warning("not replayed: %s[%s], replayed %d times before", letter.task, letter.id, letter.replays)
+                logger.warning("not replayed: %s, replayed %d times before", name_of(letter), letter.replays)
             else:
                 wanted.append(entry)
         return wanted
@@ -173,16 +173,19 @@ class Replayer:
             letter = entry.letter
             if outcome is Outcome.MOVED:
                 report.replayed += 1
-                logger.info(
-                    "replayed by %s: %s[%s] to %s, replay %d, died at %s: %s",
-                    *(self._by, letter.task, letter.id, letter.queue, letter.replays + 1, letter.died_at, letter.reason),
-                )
+                queue, number = printable(letter.queue), letter.replays + 1
+                logger.info("replayed by %s: %s to %s, replay %d", self._by, name_of(letter), queue, number)
             elif outcome is Outcome.GONE:
                 report.gone += 1
-                logger.info("not replayed: %s[%s], somebody else has taken it", letter.task, letter.id)
+                logger.info("not replayed: %s, somebody else has taken it", name_of(letter))
             else:
                 report.unroutable += 1
-                logger.warning("not replayed: %s[%s], %s takes no message", letter.task, letter.id, letter.queue)
+                logger.warning("not replayed: %s, %s takes no message", name_of(letter), printable(letter.queue))
+
+
+def name_of(letter: DeadLetter) -> str:
+    """A dead letter for the log: which task, and how and when it died."""
+    return printable(f"{letter.task}[{letter.id}] ({letter.reason or 'no reason'}, {letter.died_at or 'no date'})")
 
 
 @contextmanager

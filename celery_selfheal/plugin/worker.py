@@ -149,12 +149,13 @@ class Worker:
         request.acknowledged = True
         message = request.message
         release_slot = getattr(message.channel, "selfheal_forget", None)
-        if release_slot is None or start.tag is None:
-            # The broker redelivers by itself.
-            request.acknowledged = False
-            request.reject(requeue=True)
-        else:
+        if release_slot is not None and start.tag is not None:
             release_slot(start.tag)
+        else:
+            # The broker redelivers at once: after a moment, so that its copy does not meet the dead start's lease.
+            request.acknowledged = False
+            delay = RESTART_JITTER.total_seconds() * (1 + jitter().random())
+            self.timer.call_after(delay, request.reject, (), {"requeue": True})
         stopping = worker_state.should_stop is not None or worker_state.should_terminate is not None
         failure = _Failure(request, self._settings.max_stalls)
         self._later(lambda: self._heal_child(start, failure, handed_over=stopping), tag=start.tag)

@@ -83,6 +83,9 @@ class LeaseBench(Protocol):
     def owns(self, start: Start) -> bool:
         """Whether the delivery is unsettled and the worker's."""
 
+    def owned_tags(self) -> set[str]:
+        """Tags of all deliveries that are unsettled."""
+
     def holder(self, task_id: str) -> str | None:
         """Token that holds the lease."""
 
@@ -147,6 +150,13 @@ class RedisBench:
         assert len(found) == 1, "a delivery is settled in all of its three records or in none"
         return found.pop()
 
+    def owned_tags(self) -> set[str]:
+        with self.client.pipeline() as pipe:
+            pipe.hkeys(UNACKED.unacked).zrange(UNACKED.index, 0, -1).hkeys(KEYS.owned("w1")).hkeys(KEYS.owned("w2"))
+            unacked, index, first, second = (set(tags) for tags in pipe.execute())
+        assert unacked == index == first | second, "a delivery is settled in all of its three records or in none"
+        return {tag.decode() for tag in unacked}
+
     def holder(self, task_id: str) -> str | None:
         token = self.client.hget(KEYS.lease(task_id), "token")
         return token.decode() if token else None
@@ -204,6 +214,9 @@ class MemoryBench:
 
     def owns(self, start: Start) -> bool:
         return start.tag in self.deliveries
+
+    def owned_tags(self) -> set[str]:
+        return self.deliveries
 
     def holder(self, task_id: str) -> str | None:
         lease = self.store._task(task_id).lease

@@ -96,7 +96,6 @@ class _Reading:
                     headers = names.of_a_replay(entry.place.headers, replays=entry.letter.replays + 1)
                     copies.append(copy_of(entry.place, headers=headers, exchange=exchange, routing_key=routing_key))
                     wanted.append(entry)
-            # Not to be acknowledged one by one: a broker that answers slowly would be asked a thousand times.
             sent = dict(zip(map(id, wanted), self._publisher.send_all(copies), strict=True))
             self._settle([entry for entry in wanted if sent[id(entry)]])
         return [Outcome.MOVED if sent.get(id(entry)) else Outcome.UNROUTABLE for entry in entries]
@@ -150,11 +149,12 @@ class _Reading:
         straight = ("", letter.queue or letter.routing_key)
         if not letter.exchange or DELAYED in letter.exchange:
             return straight
-        fed = [queue for queue in self._app.amqp.queues.values() if queue.exchange and queue.exchange.name == letter.exchange]
-        if letter.queue and any(queue.exchange.type == "fanout" or queue.name != letter.queue for queue in fed):
-            # The others have had their copies.
-            if any(queue.exchange.type != "direct" for queue in fed):
-                return straight
+        declared = [queue for queue in self._app.amqp.queues.values() if queue.exchange]
+        fed = [queue for queue in declared if queue.exchange.name == letter.exchange]
+        kinds = {queue.exchange.type for queue in fed}
+        if letter.queue and ("fanout" in kinds or (len(fed) > 1 and kinds != {"direct"})):
+            # The exchange also feeds queues in which it did not die.
+            return straight
         if not _is_amqp(self._connection):
             # Kombu emulates exchanges, and knows only those that were declared here.
             for queue in fed:

@@ -1,19 +1,11 @@
-"""The command group, and ``reap``."""
+"""The command group; each command is a module of its own."""
 
 from __future__ import annotations
 
-import json
-import signal
-import threading
-from typing import Any
-
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
 
-from celery_selfheal import witness
-from celery_selfheal.errors import SelfHealError, StoreError
-from celery_selfheal.plugin.install import plugin_of, reaper_of
-from celery_selfheal.sessions.port import Session
+from celery_selfheal.plugin.commands.dlq import dlq
+from celery_selfheal.plugin.commands.reap import reap
 
 
 @click.group(name="selfheal")
@@ -21,48 +13,5 @@ def selfheal() -> None:
     """Look at and operate self-healing workers."""
 
 
-@selfheal.command(cls=CeleryCommand)
-@click.option("--loop", is_flag=True, help="Sweep again and again until SIGINT or SIGTERM.")
-@click.option("--interval", type=click.FloatRange(min=0.1), help="Seconds between sweeps [selfheal_reaper_interval].")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output (one a sweep with --loop).")
-@click.pass_context
-@handle_preload_options  # type: ignore[untyped-decorator]  # Celery is untyped
-def reap(ctx: Any, loop: bool, interval: float | None, as_json: bool) -> None:
-    """Restore what dead workers hold, now.
-
-    Workers do this by themselves; use it where none runs, or from a scheduler. Any number may run at once.
-    """
-    app = ctx.obj.app
-    try:
-        plugin = plugin_of(app)
-        # No session of its own: it leads each sweep, and asks this machine's kernel like a worker.
-        me = Session(name="", node="", identity=witness.identify())
-        reaper = reaper_of(plugin, plugin.stores, lambda: me)
-        pause = interval or plugin.settings.reaper_interval.total_seconds()
-        stop = _stopped_by_signals() if loop else threading.Event()
-        while True:
-            try:
-                report = reaper.sweep()
-            except StoreError as exc:
-                if not loop:
-                    raise
-                click.echo(f"{exc}; trying again", err=True)
-            else:
-                found = {"sessions": report.sessions, "stalls": report.stalls, "restored": report.restored}
-                if as_json:
-                    click.echo(json.dumps(found))
-                elif report or not loop:
-                    click.echo(
-                        "{restored} messages restored, {sessions} dead sessions, {stalls} stalls".format(**found)
-                    )
-            if not loop or stop.wait(pause):
-                return
-    except SelfHealError as exc:
-        raise click.ClickException(str(exc)) from exc
-
-
-def _stopped_by_signals() -> threading.Event:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    return stop
+selfheal.add_command(reap)
+selfheal.add_command(dlq)
