@@ -40,8 +40,9 @@ class Case:
 
     Attributes:
         detected: From the kill until Celery said that the child was gone.
-        again: From the kill (child: from its detection) until the running task was started again.
-        finished: From the kill until the last reserved task had finished, less what the tasks themselves take.
+        again: From the kill (child: from its detection) until the running task was started again, less the time that
+            tasks before it took.
+        finished: From the kill until the last reserved task had finished, less what the tasks themselves took.
         extra_starts: Starts that no kill explains.
     """
 
@@ -70,21 +71,29 @@ class Round:
             self._nap.delay(name, False, NAP_SECONDS)
         self._await(lambda: self._broker.llen(QUEUE) == 0 and self._broker.hlen("unacked") == 1 + RESERVED)
 
-    def await_restart(self) -> float:
-        """Wait for the second start of the running task; its instant."""
-        self._await(lambda: len(self._times("started", self._running)) == 2)
-        return self._times("started", self._running)[1]
+    def await_end(self) -> None:
+        """Wait until all have ended."""
+        self._await(lambda: all(self._times("ended", name) for name in [self._running, *self._reserved]))
 
-    def await_end(self) -> float:
-        """Wait until all have ended; the instant when the last reserved one had."""
-        names = [self._running, *self._reserved]
-        self._await(lambda: all(self._times("ended", name) for name in names))
-        return max(min(self._times("ended", name)) for name in self._reserved)
+    def seconds_to_restart(self, since: float) -> float:
+        """From an instant to the second start of the running task, less the naps of others in between."""
+        restarted_at = self._times("started", self._running)[1]
+        return restarted_at - since - self._napped(until=restarted_at)
+
+    def seconds_to_last(self, since: float) -> float:
+        """From an instant to the end of the last reserved task, less all naps in between."""
+        ended_at = max(self._times("ended", name)[0] for name in self._reserved)
+        return ended_at - since - self._napped(until=ended_at)
 
     def extra_starts(self) -> int:
         """Starts beyond two of the running task and one of each reserved one."""
         reserved = sum(len(self._times("started", name)) - 1 for name in self._reserved)
         return reserved + len(self._times("started", self._running)) - 2
+
+    def _napped(self, *, until: float) -> float:
+        """How long tasks slept that ended before an instant; what a killed start did is not among it."""
+        ends = {name: self._times("ended", name)[0] for name in [self._running, *self._reserved]}
+        return sum(end - self._times("started", name)[-1] for name, end in ends.items() if end <= until)
 
     def _times(self, event: str, name: str) -> list[float]:
         told = [json.loads(line) for line in self._told.lrange(TOLD, 0, -1)]
@@ -114,8 +123,9 @@ def kill_children(stage: Stage, rounds: int, chance: random.Random) -> Case:
         worker.kill_child()
         detected_at = float(worker.wait_log("exited with", after=mark).split()[0])
         case.detected.append(detected_at - killed_at)
-        case.again.append(this.await_restart() - detected_at)
-        case.finished.append(this.await_end() - killed_at - NAP_SECONDS * (1 + RESERVED))
+        this.await_end()
+        case.again.append(this.seconds_to_restart(detected_at))
+        case.finished.append(this.seconds_to_last(killed_at))
         case.extra_starts += this.extra_starts()
         progress(f"child, round {n + 1} of {rounds}: started again {case.again[-1]:.2f} s after its detection")
     worker.stop()
@@ -138,8 +148,9 @@ def kill_workers(stage: Stage, rounds: int, chance: random.Random, *, witness: b
         time.sleep(chance.uniform(0, PATTERN_SECONDS))
         killed_at = time.time()
         victim.kill_group()
-        case.again.append(this.await_restart() - killed_at)
-        case.finished.append(this.await_end() - killed_at - NAP_SECONDS * (1 + RESERVED))
+        this.await_end()
+        case.again.append(this.seconds_to_restart(killed_at))
+        case.finished.append(this.seconds_to_last(killed_at))
         case.extra_starts += this.extra_starts()
         progress(
             f"worker {'with' if witness else 'without'} witness, round {n + 1} of {rounds}:"
@@ -179,7 +190,11 @@ def figures(cases: dict[str, Case]) -> list[Figure]:
             found += figures_of(f"{name}_detected", f"{name} killed, Celery notices", case.detected, unit="s")
         since = "since Celery noticed" if case.detected else "since the kill"
         found += figures_of(
-            f"{name}_running", f"{name} killed, task starts again {since}", case.again, unit="s", **bounds[name]
+            f"{name}_running",
+            f"{name} killed, task starts again {since}, less the time of tasks before it",
+            case.again,
+            unit="s",
+            **bounds[name],
         )
         found += figures_of(
             f"{name}_reserved",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+import signal
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from benchmarks.tasks import APP, PLAIN_VARIABLE, QUEUE, URL_VARIABLE
@@ -58,6 +60,8 @@ class Stage:
         return worker.start()
 
     def __enter__(self) -> Stage:
+        # So that its clean-up runs, too, when a supervisor or a shell ends this process.
+        signal.signal(signal.SIGTERM, _leave)
         self.server.start()
         return self
 
@@ -68,6 +72,10 @@ class Stage:
             worker.stop(grace=0)
         self.server.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _leave(number: int, _frame: FrameType | None) -> None:
+    sys.exit(128 + number)
 
 
 def is_drained(client: Any) -> bool:

@@ -39,11 +39,6 @@ class Verdict(enum.Enum):
     PROPAGATE = "propagate"
     """It is no failure: a way of Celery's or ours to leave a body."""
 
-    @property
-    def is_final(self) -> bool:
-        """The task has failed for good."""
-        return self in (Verdict.EXHAUSTED, Verdict.UNRECOVERABLE)
-
 
 def classify(
     exc: BaseException,

@@ -11,7 +11,9 @@ from sqlalchemy.exc import OperationalError
 
 from example_project.ledger import BUSY_SECONDS, Booking, Start
 
-_RECOVERED = re.compile(r"task recovered: (?P<task>\S+)\[(?P<task_id>[^]]+)] from (?P<worker>[^@\s]+)\S* after")
+_HEALED = re.compile(
+    r"task (?P<what>stalled|recovered): (?P<task>\S+)\[(?P<task_id>[^]]+)] (?:on|from) (?P<worker>[^@\s]+)\S* after"
+)
 
 
 class Started(NamedTuple):
@@ -34,9 +36,14 @@ class Booked(NamedTuple):
     amount_cents: int
 
 
-class Recovered(NamedTuple):
-    """A message that was taken from a dead worker, by the log of the one that did it."""
+class Healed(NamedTuple):
+    """What the log of one worker says about a task of another, dead one.
 
+    Attributes:
+        what: ``stalled``: it was under way there; ``recovered``: its message is back in the queue.
+    """
+
+    what: str
     task: str
     task_id: str
     worker: str
@@ -93,7 +100,9 @@ class Log:
         return whole.decode(errors="replace").split("\n")
 
 
-def recovered(line: str) -> Recovered | None:
-    """The recovery that a line of a log tells of, if it does."""
-    found = _RECOVERED.search(line)
-    return Recovered(found["task"].rpartition(".")[2], found["task_id"], found["worker"]) if found else None
+def healed(line: str) -> Healed | None:
+    """The act of healing that a line of a log tells of, if it does."""
+    found = _HEALED.search(line)
+    if found is None:
+        return None
+    return Healed(found["what"], found["task"].rpartition(".")[2], found["task_id"], found["worker"])

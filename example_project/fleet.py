@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from celery_selfheal.testing import processes
 from celery_selfheal.testing.workers import WorkerProcess
-from example_project.evidence import Log, Recovered, recovered
+from example_project.evidence import Healed, Log, healed
 
 ROOT = Path(__file__).parent.parent
 NAMES = ("w1", "w2", "w3")
@@ -21,7 +24,7 @@ class Fleet:
     """The workers by name, with what each is doing: starting, running, killed or paused.
 
     Attributes:
-        recovered: Messages that were taken from dead workers so far.
+        healed: What the logs tell of healing so far.
         own_deaths: Workers that ended although nobody ended them.
     """
 
@@ -39,7 +42,7 @@ class Fleet:
             for name in NAMES
         }
         self.states = dict.fromkeys(NAMES, "stopped")
-        self.recovered: list[Recovered] = []
+        self.healed: list[Healed] = []
         self.own_deaths: list[str] = []
         self._logs = {name: Log(worker.log) for name, worker in self.workers.items()}
         self._restart_at: dict[str, float] = {}
@@ -57,9 +60,9 @@ class Fleet:
         news = []
         for name, log in self._logs.items():
             for line in log.new_lines():
-                found = recovered(line)
+                found = healed(line)
                 if found:
-                    self.recovered.append(found)
+                    self.healed.append(found)
                 elif line.endswith(" ready.") and self.states[name] == "starting":
                     self.states[name] = "running"
                     news.append(f"{name} is ready")
@@ -74,6 +77,15 @@ class Fleet:
                 self._start(name)
                 news.append(f"{name} is started again by its supervisor")
         return news
+
+    def hold_child(self, pid: int) -> None:
+        """SIGSTOP to one process of a pool; when this returns, it stands still."""
+        os.kill(pid, signal.SIGSTOP)
+        processes.wait_stopped([pid])
+
+    def release_child(self, pid: int) -> None:
+        """SIGCONT to a process that was held."""
+        os.kill(pid, signal.SIGCONT)
 
     def kill_child(self, name: str, pid: int) -> None:
         """SIGKILL to one process of a worker's pool; the worker replaces it by itself."""

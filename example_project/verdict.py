@@ -2,46 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from example_project.evidence import Booked, Started
 from example_project.orders import Order, in_words, total
+from example_project.strikes import Strike, recovery, started_twice
 
 ALLOWED_STARTS = 3  # selfheal_max_stalls is 2: a task that kills its process is recovered twice
-ANSWER_MS = 1000  # a body that has ended is not over before its result is stored, a second later at most
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strike:
-    """What was done to a worker, and when: after ``until_ms`` nothing that it hit runs any more.
-
-    Attributes:
-        pid: The one process that was hit; ``None`` if the whole worker was.
-    """
-
-    what: str
-    worker: str
-    pid: int | None
-    from_ms: int
-    until_ms: int
-
-    def hit(self, start: Started, *, grace_ms: int = 0) -> bool:
-        """Whether it met a start that was not over, or not for longer than ``grace_ms``."""
-        if start.worker != self.worker or self.pid not in (None, start.pid) or start.started_ms > self.until_ms:
-            return False
-        return start.ended_ms is None or start.ended_ms > self.until_ms - grace_ms
-
-
-@dataclass(frozen=True)
-class Recovery:
-    """How a strike was healed: tasks that were held, those not restarted yet, seconds until the last of them was."""
-
-    held: int
-    missing: tuple[str, ...]
-    seconds: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +22,7 @@ class Seen:
         receipts: Numbers of orders whose receipt is written and says the right thing.
         day_total: Result of the chord, cents by currency; ``None`` while it waits.
         recovered: Ids of tasks that each strike's worker held, by the logs of those that took them.
+        stalled: Ids of those among them whose start was under way.
         poison_outcome: State of the poison task, and what it failed with.
         left_over: Messages that nobody has settled.
         own_deaths: Workers that ended although nobody ended them.
@@ -63,6 +34,7 @@ class Seen:
     starts: Sequence[Started]
     strikes: Sequence[Strike]
     recovered: Sequence[Collection[str]]
+    stalled: Sequence[Collection[str]]
     day_total: Mapping[str, int] | None
     poison_id: str
     poison_outcome: str
@@ -107,51 +79,6 @@ class Verdict:
         return {"ok": self.is_right, "wrong": self.wrong, **{line.key: line.value for line in self.lines}}
 
 
-def recovery(strike: Strike, starts: Sequence[Started], recovered: Collection[str]) -> Recovery:
-    """What a strike has hit, running or reserved, and when it was started again.
-
-    Args:
-        recovered: Ids of tasks that the struck worker held, whether their body had begun or not.
-    """
-    by_id = defaultdict(list)
-    for start in starts:
-        by_id[start.task_id].append(start)
-    running = {start.task_id for start in starts if strike.hit(start)}
-    again: dict[str, int | None] = {}
-    for task_id in running | set(recovered):
-        later = [start.started_ms for start in by_id[task_id] if start.started_ms > strike.until_ms]
-        # Nothing is to be started again if the body was through and only its message was left.
-        if later or not any(start.ended_ms for start in by_id[task_id]):
-            again[task_id] = min(later, default=None)
-    missing = tuple(sorted(task_id for task_id, at_ms in again.items() if at_ms is None))
-    last_ms = max((at_ms for at_ms in again.values() if at_ms is not None), default=strike.from_ms)
-    return Recovery(held=len(again), missing=missing, seconds=(last_ms - strike.from_ms) / 1000)
-
-
-def started_twice(starts: Sequence[Started], strikes: Sequence[Strike]) -> tuple[dict[str, str], dict[str, str]]:
-    """Task ids that were started more than once, with their names: those with an excuse, and those without.
-
-    The excuse is that each start but the last was under way in a process that was struck; or, for a receipt, that
-    the charge which orders it was excused.
-    """
-    by_id = defaultdict(list)
-    for start in sorted(starts, key=lambda start: start.started_ms):
-        by_id[start.task_id].append(start)
-    twice = {task_id: own for task_id, own in by_id.items() if len(own) > 1}
-    struck = {
-        task_id
-        for task_id, own in twice.items()
-        if all(any(strike.hit(start, grace_ms=ANSWER_MS) for strike in strikes) for start in own[:-1])
-    }
-    charged_twice = {own[0].subject for task_id, own in twice.items() if task_id in struck and own[0].task == "charge"}
-    excused: dict[str, str] = {}
-    unexplained: dict[str, str] = {}
-    for task_id, own in twice.items():
-        follows = own[0].task == "receipt" and own[0].subject in charged_twice
-        (excused if task_id in struck or follows else unexplained)[task_id] = f"{own[0].task} {own[0].subject}"
-    return excused, unexplained
-
-
 def judge(seen: Seen) -> Verdict:
     """Say what was found, what must be, and whether they agree."""
     starts = [start for start in seen.starts if start.task_id != seen.poison_id]
@@ -160,7 +87,7 @@ def judge(seen: Seen) -> Verdict:
     finished = {number for number in numbers if booked[number] and number in seen.receipts}
     lost = sorted(numbers - finished)
     double = sorted(number for number, times in booked.items() if times > 1)
-    excused, unexplained = started_twice(starts, seen.strikes)
+    excused, unexplained = started_twice(starts, seen.strikes, seen.stalled)
     due = total((order.currency, order.amount_cents) for order in seen.orders)
     booked_total = total((booking.currency, booking.amount_cents) for booking in seen.bookings)
     twice, in_vain = sorted(excused.values()), sorted(unexplained.values())

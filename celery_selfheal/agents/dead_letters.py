@@ -1,4 +1,4 @@
-"""What a dead letter queue holds, as values: an entry, which ones are meant, and the port to a broker that keeps them."""
+"""What a dead letter queue holds: an entry, which ones are meant, and the port to a broker that keeps them."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class DeadLetter(Death):
 
     Attributes:
         id: Celery's message id; for what could not be read a name made from its bytes, ``raw:<digest>``.
-        message: The whole message in kombu's envelope: ``body``, ``content-type``, ``content-encoding``, ``headers`` and
-            ``properties``. The body is text, in the encoding that ``properties["body_encoding"]`` names.
+        message: The whole message in kombu's envelope: ``body``, ``content-type``, ``content-encoding``, ``headers``
+            and ``properties``. The body is text, in the encoding that ``properties["body_encoding"]`` names.
     """
 
     message: Mapping[str, Any]

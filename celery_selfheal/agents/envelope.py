@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from celery_selfheal import headers as names
@@ -69,6 +69,20 @@ class Envelope:
         if isinstance(properties.get("delivery_info"), dict):
             properties["delivery_info"] = dict(properties["delivery_info"], redelivered=True)
         return json.dumps(dict(self.fields, headers=headers, properties=properties)).encode()
+
+    def completed(self, death: Death) -> Death:
+        """What the headers tell about a message that could not be decoded."""
+        replays = self._headers.get(names.REPLAYS)
+        info = (self.fields.get("properties") or {}).get("delivery_info")
+        info = info if isinstance(info, dict) else {}
+        return replace(
+            death,
+            id=self.task_id,
+            task=self.task_name,
+            exchange=str(info.get("exchange") or ""),
+            routing_key=str(info.get("routing_key") or death.routing_key),
+            replays=replays if isinstance(replays, int) else 0,
+        )
 
     def parked(self, *, eta: str, paid: bool) -> bytes:
         """A copy that comes back at ``eta``; it was in time, so it does not expire any more.

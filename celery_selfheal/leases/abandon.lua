@@ -5,7 +5,8 @@
 -- ARGV[1]  token          ARGV[2]  task id         ARGV[3]  journal's ttl, ms   ARGV[4]  task name
 -- Returns  the number of unfinished starts, or -1 when this very start had finished its message
 local token, id = ARGV[1], ARGV[2]
-if redis.call('GET', KEYS[3]) == token then
+local finished_by = redis.call('GET', KEYS[3])
+if finished_by and string.match(finished_by, '^%S+') == token then
   return -1
 end
 if redis.call('HGET', KEYS[1], 'token') == token then

@@ -13,7 +13,7 @@
 -- ARGV[15] most tokens that time can earn
 -- Returns  {'held', fence, stalls, overtaken record or ''}   the start may run
 --          {'stalled', fence, stalls, ''}                    lease taken, but the start must fail instead of running
---          {'done', token}  {'busy', ms left, attempt of the holder}  {'not mine'}
+--          {'done', token, and after a space what the start left to do}  {'busy', ms left, attempt of the holder}  {'not mine'}
 --          {'over budget', ms to wait}                       a retry too many: it has its place in the queue of retries
 local token, id, ttl = ARGV[1], ARGV[2], tonumber(ARGV[3])
 

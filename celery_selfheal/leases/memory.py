@@ -66,7 +66,7 @@ class MemoryLeaseStore:
         self._buckets: dict[str, Bucket] = {}
         self._waits: dict[str, timedelta] = {}
         self._tasks: dict[str, _Task] = {}
-        self._done: dict[str, tuple[str, float]] = {}
+        self._done: dict[str, tuple[str, float, str]] = {}
         self._fence = 0
         self._lock = threading.RLock()
         self.counters: Counter[str] = Counter()
@@ -83,7 +83,7 @@ class MemoryLeaseStore:
                 holder.expires = self._clock() + self._ttl
                 return self._answer(start, holder.fence, stalls)
             if self._finished_by(start.marker):
-                return AlreadyDone()
+                return AlreadyDone(self._done[start.marker][2])
             predecessor = start.predecessor
             follows = predecessor is not None and (
                 holder.start.token == predecessor if holder else predecessor in task.journal
@@ -108,12 +108,15 @@ class MemoryLeaseStore:
                 self.counters[f"starts|{start.task_name}"] += 1
             return self._answer(start, fence, stalls, overtaken)
 
-    def release(self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False) -> bool:
+    def release(
+        self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False, failure: str = ""
+    ) -> bool:
         """See ``LeaseStore.release``."""
         with self._lock:
             task = self._task(start.task_id)
             if not self._is_last_holder(task, start.token):
                 task.journal.pop(start.token, None)
+                self._forget(start.task_id, task)
                 finished_by = self._finished_by(start.marker)
                 return task.lease is None and finished_by in (None, start.token)
             task.lease = None
@@ -122,12 +125,13 @@ class MemoryLeaseStore:
             else:
                 task.journal.pop(start.token, None)
             if marker:
-                self._done[start.marker] = (start.token, self._clock() + self._done_ttl)
+                self._done[start.marker] = (start.token, self._clock() + self._done_ttl, failure)
             if task.inflight and task.inflight.start.token == start.token:
                 task.inflight = None
             self.counters[f"{state}|{start.task_name}"] += 1
             if acknowledge and self._deliveries is not None and start.tag:
                 self._deliveries.discard(start.tag)
+            self._forget(start.task_id, task)
             return True
 
     def renew(self, starts: Sequence[Start]) -> list[Renewal]:
@@ -193,6 +197,11 @@ class MemoryLeaseStore:
             task.lease = None
         return task
 
+    def _forget(self, task_id: str, task: _Task) -> None:
+        """A process that runs eager tasks for months must not remember each of them."""
+        if not (task.lease or task.journal or task.inflight):
+            self._tasks.pop(task_id, None)
+
     def _renew(self, start: Start) -> Renewal:
         task = self._task(start.task_id)
         if self._is_last_holder(task, start.token):
@@ -212,7 +221,7 @@ class MemoryLeaseStore:
         return bool(task.journal) and max(task.journal, key=task.journal.__getitem__) == token
 
     def _finished_by(self, marker: str) -> str | None:
-        token, until = self._done.get(marker, (None, 0.0))
+        token, until, _ = self._done.get(marker, (None, 0.0, ""))
         return token if token and until > self._clock() else None
 
     def _next_fence(self) -> int:

@@ -115,7 +115,13 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class AlreadyDone:
-    """A copy of this very message was finished."""
+    """A copy of this very message was finished.
+
+    Attributes:
+        failure: What it left for whoever has to move the message to the dead letters; empty if that needs nobody.
+    """
+
+    failure: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +158,9 @@ class LeaseStore(Protocol):
     def acquire(self, start: Start) -> Outcome:
         """Take the lease of the start's task, tested in this order: mine already, done, busy, budget, stalled, free."""
 
-    def release(self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False) -> bool:
+    def release(
+        self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False, failure: str = ""
+    ) -> bool:
         """Give the lease back; ``False`` when another start holds it or has finished the task since.
 
         Args:
@@ -160,6 +168,7 @@ class LeaseStore(Protocol):
             marker: Leave a done marker, on which copies of the message end.
             state: What the end is counted as.
             acknowledge: Settle the delivery ``start.tag`` in the same step.
+            failure: Kept with the marker, for a copy that finds it: see ``AlreadyDone``.
         """
 
     def renew(self, starts: Sequence[Start]) -> list[Renewal]:

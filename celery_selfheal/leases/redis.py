@@ -127,7 +127,7 @@ class RedisLeaseStore:
         if state == "not mine":
             return NotMine()
         if state == "done":
-            return AlreadyDone()
+            return AlreadyDone(text(reply[1]).partition(" ")[2])
         if state == "over budget":
             return OverBudget(wait=timedelta(milliseconds=reply[1]))
         if state == "busy":
@@ -144,7 +144,9 @@ class RedisLeaseStore:
             else None,
         )
 
-    def release(self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False) -> bool:
+    def release(
+        self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False, failure: str = ""
+    ) -> bool:
         """See ``LeaseStore.release``: one round trip, acknowledgement included."""
         names = self._keys
         keys = [
@@ -169,6 +171,7 @@ class RedisLeaseStore:
                     self._done_ttl_ms if marker else "",
                     f"{state}|{start.task_name}",
                     tag,
+                    f" {failure}" if failure else "",
                 ],
             )
         )

@@ -6,6 +6,7 @@
 -- ARGV[1]  token           ARGV[2]  task id        ARGV[3]  'ended' or 'handed over'
 -- ARGV[4]  ttl of the done marker, ms; '' leaves none      ARGV[5]  event to count: 'state|task'
 -- ARGV[6]  delivery tag to acknowledge in the same step, or ''
+-- ARGV[7]  what the marker holds after the token: '' or a space and what is left to do
 -- Returns  1, or 0 when another start holds the lease or has finished the task since
 local token, id = ARGV[1], ARGV[2]
 local holder = redis.call('HGET', KEYS[1], 'token')
@@ -19,7 +20,7 @@ if not mine then
     return 0
   end
   local finished_by = redis.call('GET', KEYS[3])
-  if finished_by and finished_by ~= token then
+  if finished_by and string.match(finished_by, '^%S+') ~= token then
     return 0
   end
   return 1
@@ -32,7 +33,7 @@ else
   redis.call('ZREM', KEYS[2], token)
 end
 if ARGV[4] ~= '' then
-  redis.call('SET', KEYS[3], token, 'PX', ARGV[4])
+  redis.call('SET', KEYS[3], token .. ARGV[7], 'PX', ARGV[4])
 end
 local record = redis.call('HGET', KEYS[4], id)
 if not record or string.match(record, '^%S+ %S+ (%S+) ') == token then

@@ -36,8 +36,8 @@ logger = logging.getLogger("celery_selfheal.dlq")
 class FilterOptions(TypedDict, total=False):
     """Conditions that a dead letter must meet, all of them. Without any, every one does.
 
-    ``task`` and ``exception`` are names, in which ``*``, ``?`` and ``[...]`` match as in a shell; ``reason`` is a reason
-    code; a number of ``older_than`` and ``newer_than`` is seconds since the death.
+    ``task`` and ``exception`` are names, in which ``*``, ``?`` and ``[...]`` match as in a shell; ``reason`` is a
+    reason code; a number of ``older_than`` and ``newer_than`` is seconds since the death.
     """
 
     id: str | Iterable[str] | None
@@ -133,9 +133,7 @@ class DeadLetterQueue:
         for letter in self.list(limit=limit, **filters):
             yield json.dumps({**letter.about(), "message": letter.message})
 
-    def list(
-        self, *, limit: int | None = None, **filters: Unpack[FilterOptions]
-    ) -> Generator[DeadLetter, None, None]:
+    def list(self, *, limit: int | None = None, **filters: Unpack[FilterOptions]) -> Generator[DeadLetter, None, None]:
         """Dead letters, oldest first, read page by page as they are asked for. Nothing is taken out.
 
         On other brokers than Redis they are hidden from others until the iterator ends or is closed.

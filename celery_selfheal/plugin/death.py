@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import celery
 from celery.exceptions import Ignore, Reject, Retry, Terminated, TimeLimitExceeded
 
 import celery_selfheal
+from celery_selfheal import headers as names
 from celery_selfheal.classify import Verdict, classify
 from celery_selfheal.clock import utc_now
 from celery_selfheal.dead_letter import Death, Reason
@@ -22,6 +24,32 @@ _NAMED = (
     (InDoubt, Reason.IN_DOUBT),
     (Reject, Reason.REJECTED),
 )
+
+MAX_KEPT_TEXT = 500  # characters of a failure that a done marker keeps: it lives for an hour, and there may be many
+
+
+class AlreadyFailed(Ignore):  # type: ignore[misc]  # Celery is untyped
+    """A copy of the message has failed for good, and its worker died before it could move the message.
+
+    Its one argument is the ``failure`` of the done marker.
+    """
+
+
+def failure_of(exc: BaseException, task: Any, *, attempt: int, first_published_at: str | None) -> str:
+    """What main needs to dead-letter the message, as text; empty where it need not."""
+    reason = reason_of(exc, task, attempt=attempt, first_published_at=first_published_at)
+    if reason is None:
+        return ""
+    return json.dumps({"reason": reason.value, **_told(exc, attempt), "text": _text_of(exc)[:MAX_KEPT_TEXT]})
+
+
+def leave_as_before(failure: str) -> Ignore | Reject:
+    """How a start ends whose message has failed before, as ``failure`` says."""
+    known = json.loads(failure)
+    if known["reason"] == Reason.REJECTED.value:
+        # Main stores the failure of what was rejected.
+        return Reject(known["text"], requeue=False)
+    return AlreadyFailed(failure)
 
 
 def versions() -> str:
@@ -58,19 +86,24 @@ def death_of_request(request: Any, exc: BaseException, trace: str, reason: Reaso
         reason,
         id=str(request.id),
         task=str(request.type),
-        exception=type(exc).__name__,
-        text=str(exc),
         trace=trace or "",
-        attempts=int(request.request_dict.get("retries") or 0) + (0 if isinstance(exc, StalledTooOften) else 1),
-        stalls=exc.starts if isinstance(exc, StalledTooOften) else 0,
         worker=worker,
+        **_told(exc, _number(request.request_dict.get("retries"))),
     )
+
+
+def death_of_failed_before(request: Any, failed: AlreadyFailed, *, worker: str) -> Death:
+    """Envelope of a task that failed for good in an earlier start of the same message."""
+    known = json.loads(failed.args[0])
+    reason = Reason(known.pop("reason"))
+    context, info = request.context_of_start, request.delivery_info
+    return _death(context, info, reason, id=str(request.id), task=str(request.type), worker=worker, **known)
 
 
 def death_of_eager(exc: BaseException, trace: str, reason: Reason, *, context: Any, **known: Any) -> Death:
     """Envelope of a task that failed for good in eager mode: it came from no queue."""
     return _death(
-        context, {}, reason, exception=type(exc).__name__, text=str(exc), trace=trace, worker="eager", **known
+        context, {}, reason, exception=type(exc).__name__, text=_text_of(exc), trace=trace, worker="eager", **known
     )
 
 
@@ -78,7 +111,7 @@ def death_of_message(message: Any, exc: BaseException | None, reason: Reason, *,
     """Envelope of a message that no task could be made of."""
     headers = message.headers if isinstance(message.headers, dict) else {}
     return _death(
-        {},
+        {"replays": headers.get(names.REPLAYS)},
         {**(message.delivery_info or {}), "priority": (message.properties or {}).get("priority")},
         reason,
         id=str(headers.get("id") or ""),
@@ -112,8 +145,30 @@ def _death(context: Any, delivery_info: Any, reason: Reason, **known: Any) -> De
         queue=str(delivery_info.get("queue") or delivery_info.get("routing_key") or ""),
         exchange=str(delivery_info.get("exchange") or ""),
         routing_key=str(delivery_info.get("routing_key") or ""),
-        priority=int(delivery_info.get("priority") or 0),
-        replays=int(context.get("replays") or 0),
+        priority=_number(delivery_info.get("priority")),
+        replays=_number(context.get("replays")),
         versions=versions(),
         **known,
     )
+
+
+def _told(exc: BaseException, retries: int) -> dict[str, Any]:
+    is_stall = isinstance(exc, StalledTooOften)
+    return {
+        "exception": type(exc).__name__,
+        "text": _text_of(exc),
+        "attempts": retries + (0 if is_stall else 1),
+        "stalls": exc.starts if isinstance(exc, StalledTooOften) else 0,
+    }
+
+
+def _text_of(exc: BaseException) -> str:
+    try:
+        return str(exc)
+    except Exception:  # noqa: BLE001  # a user's exception that cannot even be printed must not keep its letter back
+        return "(its text cannot be had)"
+
+
+def _number(given: object) -> int:
+    """A number out of a message; 0 for whatever is none, since anybody can send anything."""
+    return given if isinstance(given, int) and not isinstance(given, bool) else 0

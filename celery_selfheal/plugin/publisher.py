@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from celery import Celery
+from celery.utils.quorum_queues import detect_quorum_queues
 from kombu.entity import Queue
 from kombu.exceptions import ChannelError
 
@@ -124,6 +125,15 @@ class Publisher:
         queue(channel).queue_declare()  # type: ignore[no-untyped-call]  # as above
 
 
+def least_countdown(app: Celery, seconds: float | None) -> float | None:
+    """A countdown that Celery can send: its delayed delivery on quorum queues refuses less than a second."""
+    if not seconds or seconds >= 1:
+        return seconds
+    with app.connection_for_write() as connection:
+        uses_quorum_queues, _ = detect_quorum_queues(app, connection.transport.driver_type)
+    return 1.0 if uses_quorum_queues else seconds
+
+
 def copy_of(message: Any, *, headers: Mapping[str, Any], exchange: str, routing_key: str) -> Outgoing:
     """Copy a kombu message: body, content type and encoding, and properties are kept, ``headers`` replace its own."""
     properties = message.properties or {}
@@ -133,7 +143,7 @@ def copy_of(message: Any, *, headers: Mapping[str, Any], exchange: str, routing_
         # Kombu has unpacked the body when it came.
         del headers["compression"]
     return Outgoing(
-        body=body.encode() if isinstance(body, str) else bytes(body),
+        body=bytes_of(body, message.content_encoding),
         content_type=message.content_type or "application/data",
         content_encoding=message.content_encoding or "binary",
         headers=headers,
@@ -144,6 +154,16 @@ def copy_of(message: Any, *, headers: Mapping[str, Any], exchange: str, routing_
         exchange=exchange,
         routing_key=routing_key,
     )
+
+
+def bytes_of(body: bytes | str, encoding: str | None) -> bytes:
+    """A body as it was sent: the AMQP library decodes text as it comes in."""
+    if isinstance(body, str):
+        try:
+            return body.encode(encoding or "utf-8")
+        except (LookupError, UnicodeError):
+            return body.encode("utf-8", "surrogatepass")
+    return bytes(body)
 
 
 def _publish(producer: Any, one: Outgoing) -> None:

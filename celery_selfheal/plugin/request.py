@@ -12,7 +12,7 @@ from celery.worker.request import Request
 
 from celery_selfheal import headers as names
 from celery_selfheal.leases.port import Start
-from celery_selfheal.plugin.death import death_of_request, reason_of
+from celery_selfheal.plugin.death import AlreadyFailed, death_of_failed_before, death_of_request, reason_of
 from celery_selfheal.plugin.install import plugin_of
 
 
@@ -85,7 +85,12 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
 
     def _dead_letter(self, exc: BaseException, trace: str) -> None:
         # Celery reports some failures twice: a hard time limit, for one.
-        if self._is_dead_lettered or self._worker is None or self.start is None:
+        worker = self._worker
+        if self._is_dead_lettered or worker is None or self.start is None:
+            return
+        if isinstance(exc, AlreadyFailed):
+            self._is_dead_lettered = True
+            worker.dead_letter(self, death_of_failed_before(self, exc, worker=worker.node))
             return
         reason = reason_of(
             exc,
@@ -95,7 +100,6 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         )
         if reason is not None:
             self._is_dead_lettered = True
-            worker = self._worker
             worker.dead_letter(self, death_of_request(self, exc, trace, reason, worker=worker.node))
 
     def _ended(self, *, state: str) -> None:

@@ -67,6 +67,7 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         if plugin.worker is None:
             return
         plugin.worker.timer = c.timer
+        plugin.worker.consumer = c.task_consumer
         _dead_letter_unreadable(c, plugin.worker)
         layout = layout_of(c.app)
         if layout is None:

@@ -33,7 +33,9 @@ from celery_selfheal.leases.port import (
     Start,
 )
 from celery_selfheal.plugin import eager
+from celery_selfheal.plugin.death import failure_of, leave_as_before
 from celery_selfheal.plugin.install import Plugin, install, is_built_in, plugin_of
+from celery_selfheal.plugin.publisher import least_countdown
 from celery_selfheal.plugin.retry import age_of, mark, policy_now, policy_of, replace_delivery
 from celery_selfheal.telemetry.events import TaskStalled
 
@@ -254,14 +256,25 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         # The result could not be stored, say: the message must come back, so nothing may say that it is done.
         unfinished = sys.exc_info()[1] is not None
         requeued = isinstance(retval, Reject) and retval.requeue
+        failure = ""
+        if state in (states.FAILURE, states.REJECTED) and not unfinished and not self.request.is_eager:
+            # Main moves the message; if it dies before it can, the next worker that gets the message must know.
+            failure = failure_of(
+                retval,
+                self,
+                attempt=self.request.retries,
+                first_published_at=self._context().get("first_published_at"),
+            )
         try:
             running.leases.release(
                 running.start,
                 ended=True,
-                marker=not unfinished and not requeued,
+                # An eager start has no message of which a copy could come.
+                marker=not unfinished and not requeued and not self.request.is_eager,
                 state=(state or "raised").lower(),
                 # Failures and rejections are settled by main, from the raw message.
                 acknowledge=not unfinished and state in (states.SUCCESS, states.RETRY, states.IGNORED),
+                failure=failure,
             )
         except StoreError as exc:
             logger.warning("lease of %s[%s] runs out by itself: %s", self.name, running.start.task_id, exc)
@@ -311,7 +324,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
                 self._park(plugin, start, patience, paid=False)
             raise Ignore(f"parked: another start runs for another {outcome.remaining.total_seconds():.1f} s")
         if isinstance(outcome, AlreadyDone):
-            raise Ignore("a copy of this message was finished")
+            raise leave_as_before(outcome.failure) if outcome.failure else Ignore("a copy of this message was finished")
         if isinstance(outcome, NotMine):
             raise Ignore("the message was given to another worker")
         running = _Running(start, outcome.lease, leases)
@@ -396,6 +409,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
                 tag=start.tag,
                 prefix=plugin.layout.prefix,
             )
+        signature.set(countdown=least_countdown(self.app, signature.options.get("countdown")))
         with plugin.publisher.producer() as producer:
             signature.apply_async(producer=producer)
         return True
@@ -411,7 +425,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         logger.info("parked: %s[%s] for %.1f s", self.name, start.task_id, seconds)
         if deliveries is None or start.tag is None:
             signature = super().signature_from_request(
-                countdown=seconds,
+                countdown=least_countdown(self.app, seconds),
                 retries=self.request.retries,
                 expires=None,
                 headers=self._parked_headers(start, paid=paid),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import uuid
@@ -59,8 +60,11 @@ class Worker:
         self._messages: dict[str, weakref.ref[Any]] = {}
         self._pending: deque[Callable[[], None]] = deque()
         self._pending_tags: set[str] = set()
+        # Over all channels: a tag that came again would overwrite what an earlier channel's running task still holds.
+        self._delivery_numbers = itertools.count(1)
         self._unconfirmed = _Unconfirmed(self, plugin)
         self.timer: Any = None
+        self.consumer: Any = None
         self._told_lost: set[str] = set()
         self._last_beat = float("-inf")
         self._answered = True
@@ -139,6 +143,16 @@ class Worker:
         self._requests[token] = weakref.ref(request, lambda _: self._requests.pop(token, None))
         return start
 
+    def next_delivery(self) -> int:
+        """Number of the next delivery; none comes twice in this process."""
+        return next(self._delivery_numbers)
+
+    def queue_of_consumer(self, message: Any) -> str | None:
+        """The queue that an AMQP message came from, which its routing key need not tell."""
+        tag = (message.delivery_info or {}).get("consumer_tag")
+        queues = getattr(self.consumer, "_active_tags", {})
+        return next((queue for queue, one in queues.items() if one == tag), None) if tag else None
+
     def remember(self, tag: str, message: Any) -> None:
         """A delivery has come; it is known for as long as anybody holds its message."""
         self._messages[tag] = weakref.ref(message, lambda _: self._messages.pop(tag, None))
@@ -172,7 +186,11 @@ class Worker:
     def dead_letter(self, request: Any, death: Death) -> None:
         """Move the request's message to its dead letter queue before anything acknowledges it."""
         queue = request.task.dead_letter_queue or self._plugin.dead_letter_queue
-        self.dead_letter_message(request.message, death, queue=queue)
+        if request.acknowledged:
+            # Acknowledged early: there is no delivery to be moved any more.
+            self._unconfirmed.add(request.message, death, queue)
+        else:
+            self.dead_letter_message(request.message, death, queue=queue)
 
     def dead_letter_message(self, message: Any, death: Death, *, queue: str | None = None) -> None:
         """Move a raw message to a dead letter queue. On Redis in one step, soon; else published now, then acked."""
@@ -303,8 +321,8 @@ class Worker:
             return
         unfinished = self._stores.leases.abandon(start)
         if unfinished is None:
-            if start.tag:
-                self._acknowledge(start.tag)
+            # It had ended, and left a marker: whoever gets the message finds it, and does what is left to do.
+            self._give_back(start, reason="process died")
             return
         self._plugin.tell(
             TaskStalled(
@@ -318,13 +336,14 @@ class Worker:
         )
         if unfinished > self._settings.max_stalls and start.tag:
             exc = failure.store(unfinished)
-            self._release(start, ended=True, marker=True, state="failure")
             death = failure.death(exc, worker=self.node)
             if death is not None:
                 queue = failure.queue or self._plugin.dead_letter_queue
                 self._move_to_dead_letters(start.tag, death, queue)
             else:
                 self._acknowledge(start.tag)
+            # Last: a marker without the move would make a copy of the message vanish.
+            self._release(start, ended=True, marker=True, state="failure")
         else:
             self._give_back(start, reason="process died", age_seconds=failure.age_seconds)
 
@@ -376,11 +395,14 @@ class Worker:
         if deliveries is None or layout is None or session is None:
             return
         for delivery in deliveries.named(session, [tag]):
-            known = death if death.queue else replace(death, queue=queue_of(delivery.list_key, layout))
+            envelope = Envelope.decode(delivery.message)
+            # The list knows better than the routing key, and the message better than whoever could not read it.
+            known = replace(death, queue=queue_of(delivery.list_key, layout))
+            known = known if death.id else envelope.completed(known)
             moved = deliveries.settle(
                 replace(delivery, list_key=layout.prefix + queue),
                 session=session,
-                message=Envelope.decode(delivery.message).dead_lettered(known),
+                message=envelope.dead_lettered(known),
                 dead=False,
                 front=False,
             )
@@ -501,6 +523,7 @@ class _Unconfirmed:
             self._again(lambda: self._publish(message, death, queue), settle)
 
     def _publish(self, message: Any, death: Death, queue: str) -> None:
+        death = replace(death, queue=self._worker.queue_of_consumer(message) or death.queue)
         headers = dict(names.of_the_user(message.headers or {}), **{DEATH_HEADER: death.header()})
         self._plugin.publisher.send_raw(message, headers=headers, queue=queue, declare=True)
         self._plugin.tell(TaskDeadLettered(task_name=death.task, task_id=death.id, death=death, queue=queue))

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from kombu import Connection
+from kombu.connection import Connection
 
 from celery_selfheal.errors import SettingsError, StoreError
 from celery_selfheal.testing import processes
@@ -206,7 +206,7 @@ class RabbitServer:
 
     def _find_trouble(self) -> str:
         """What keeps the server from being of use; empty if nothing does."""
-        with Connection(self.url(), connect_timeout=2) as connection:
+        with Connection(self.url(), connect_timeout=2) as connection:  # type: ignore[no-untyped-call]  # kombu is untyped
             try:
                 connection.connect()
                 # Whoever got hold of the port while ours was starting would answer just as well.

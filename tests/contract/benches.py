@@ -1,9 +1,12 @@
-"""Lease stores on a bench: what a test must do to one from outside, be it Redis or plain dictionaries."""
+"""Stores on a bench: what a test must do to one from outside, be it Redis or plain dictionaries."""
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -13,6 +16,7 @@ from celery_selfheal.keys import Keys, delivery_tag
 from celery_selfheal.leases.memory import MemoryLeaseStore
 from celery_selfheal.leases.port import LeaseStore, Start
 from celery_selfheal.leases.redis import RedisLeaseStore, UnackedKeys
+from celery_selfheal.leases.scripts import Script
 from celery_selfheal.retry_budget import RetryBudget
 
 KEYS = Keys(prefix="selfheal", app="shop")
@@ -60,6 +64,16 @@ def a_tag(session: str = "w1") -> str:
     return delivery_tag(session, next(_numbers))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """What a store says of some tasks: an entry a task, or a counter."""
+
+    holders: list[str | None]
+    unfinished: list[set[str]]
+    counts: list[int]
+    owned_tags: set[str]
+
+
 class LeaseBench(Protocol):
     """A lease store and the hand of fate."""
 
@@ -83,8 +97,8 @@ class LeaseBench(Protocol):
     def owns(self, start: Start) -> bool:
         """Whether the delivery is unsettled and the worker's."""
 
-    def owned_tags(self) -> set[str]:
-        """Tags of all deliveries that are unsettled."""
+    def look(self, task_ids: Sequence[str], events: Sequence[str]) -> Picture:
+        """All of it at once."""
 
     def holder(self, task_id: str) -> str | None:
         """Token that holds the lease."""
@@ -150,12 +164,23 @@ class RedisBench:
         assert len(found) == 1, "a delivery is settled in all of its three records or in none"
         return found.pop()
 
-    def owned_tags(self) -> set[str]:
+    def look(self, task_ids: Sequence[str], events: Sequence[str]) -> Picture:
         with self.client.pipeline() as pipe:
+            pipe.hgetall(KEYS.counters)
             pipe.hkeys(UNACKED.unacked).zrange(UNACKED.index, 0, -1).hkeys(KEYS.owned("w1")).hkeys(KEYS.owned("w2"))
-            unacked, index, first, second = (set(tags) for tags in pipe.execute())
-        assert unacked == index == first | second, "a delivery is settled in all of its three records or in none"
-        return {tag.decode() for tag in unacked}
+            for task_id in task_ids:
+                pipe.hget(KEYS.lease(task_id), "token").zrange(KEYS.journal(task_id), 0, -1)
+            counts, unacked, index, first, second, *tasks = pipe.execute()
+        assert set(unacked) == set(index) == {*first, *second}, "settled in all of its three records, or in none"
+        return Picture(
+            holders=[token.decode() if token else None for token in tasks[::2]],
+            unfinished=[{token.decode() for token in journal} for journal in tasks[1::2]],
+            counts=[
+                sum(int(count) for name, count in counts.items() if name.startswith(f"{event}|".encode()))
+                for event in events
+            ],
+            owned_tags={tag.decode() for tag in unacked},
+        )
 
     def holder(self, task_id: str) -> str | None:
         token = self.client.hget(KEYS.lease(task_id), "token")
@@ -204,7 +229,7 @@ class MemoryBench:
         self.store._done.pop(marker, None)
 
     def leave_marker(self, marker: str, token: str) -> None:
-        self.store._done[marker] = (token, self.now + 60)
+        self.store._done[marker] = (token, self.now + 60, "")
 
     def deliver(self, start: Start) -> None:
         self.deliveries.add(str(start.tag))
@@ -215,8 +240,13 @@ class MemoryBench:
     def owns(self, start: Start) -> bool:
         return start.tag in self.deliveries
 
-    def owned_tags(self) -> set[str]:
-        return self.deliveries
+    def look(self, task_ids: Sequence[str], events: Sequence[str]) -> Picture:
+        return Picture(
+            holders=[self.holder(task_id) for task_id in task_ids],
+            unfinished=[self.unfinished(task_id) for task_id in task_ids],
+            counts=[self.count(event) for event in events],
+            owned_tags=set(self.deliveries),
+        )
 
     def holder(self, task_id: str) -> str | None:
         lease = self.store._task(task_id).lease
@@ -241,3 +271,94 @@ class MemoryBench:
     def earn_for(self, duration: timedelta) -> None:
         bucket = self.store._buckets["shop.pay"]
         self.store._buckets["shop.pay"] = replace(bucket, at=bucket.at - duration.total_seconds())
+
+
+def time_passes(client: redis.Redis, duration: timedelta) -> None:
+    """Age everything that the server holds, without anybody's beating meanwhile: an outage, or a fleet that is gone."""
+    server: Any = client
+    milliseconds = round(duration.total_seconds() * 1000)
+    for key in list(server.scan_iter()):
+        left = server.pttl(key)
+        if left > milliseconds:
+            server.pexpire(key, left - milliseconds)
+        elif left > 0:
+            server.delete(key)
+    for key, step in ((KEYS.sessions, milliseconds), (KEYS.index, milliseconds), (UNACKED.index, milliseconds / 1000)):
+        for member, score in server.zrange(key, 0, -1, withscores=True):
+            if score > 0:
+                server.zadd(key, {member: score - step})
+    pulse = server.get(KEYS.pulse)
+    if pulse:
+        server.set(KEYS.pulse, int(pulse) - milliseconds, keepttl=True)
+
+
+def everything(client: redis.Redis) -> dict[str, Any]:
+    """All that the server holds, by key."""
+    server: Any = client
+    return {key.decode(): _value(server, key) for key in server.scan_iter()}
+
+
+def _value(server: Any, key: bytes) -> Any:
+    match server.type(key):
+        case b"string":
+            return server.get(key)
+        case b"hash":
+            return server.hgetall(key)
+        case b"list":
+            return server.lrange(key, 0, -1)
+        case b"set":
+            return server.smembers(key)
+        case b"zset":
+            return server.zrange(key, 0, -1, withscores=True)
+        case other:
+            raise AssertionError(f"a key of type {other}")
+
+
+@contextmanager
+def commands(client: redis.Redis) -> Iterator[list[str]]:
+    """Collect what clients send to the server, not what scripts do there."""
+    server: Any = client
+    seen: list[str] = []
+    with server.monitor() as monitor:
+        yield seen
+        server.echo("that is all")
+        for command in monitor.listen():
+            if command["command"] == "ECHO that is all":
+                break
+            if command["client_type"] != "lua":
+                seen.append(command["command"])
+
+
+class Broker:
+    """A Redis broker as the worker's main process uses it."""
+
+    def __init__(self, client: redis.Redis) -> None:
+        self.client: Any = client
+        self._fetch = Script(client, "celery_selfheal.sessions", "fetch", address=ADDRESS)
+
+    def publish(self, *messages: bytes, to: str = "q") -> None:
+        """Put messages behind what waits, as kombu does."""
+        for message in messages:
+            self.client.lpush(to, message)
+
+    def fetch(self, *lists: str, session: str = "w1", tag: str | None = None) -> Any:
+        """Take one message as ``session``; the script's own answer."""
+        lists = lists or ("q",)
+        return self._fetch(
+            [KEYS.session(session), UNACKED.unacked, UNACKED.index, KEYS.owned(session), *lists],
+            [tag or a_tag(session), *(json.dumps(name) for name in lists)],
+        )
+
+    def take(self, *lists: str, session: str = "w1") -> str:
+        """Take one message, and return the tag of its delivery."""
+        tag = a_tag(session)
+        assert self.fetch(*lists, session=session, tag=tag), "there was nothing to take"
+        return tag
+
+    def waiting(self, name: str = "q") -> list[bytes]:
+        """Messages in a list, the next one first."""
+        return list(reversed(self.client.lrange(name, 0, -1)))
+
+    def held(self) -> dict[str, bytes]:
+        """Unacked entries by tag."""
+        return {tag.decode(): entry for tag, entry in self.client.hgetall(UNACKED.unacked).items()}

@@ -154,6 +154,10 @@ class Fleet:
             left["sessions"] = sessions
         return left
 
+    def dead_letters(self) -> list[str]:
+        """Task ids in the dead letter queue, newest first."""
+        return [json.loads(message)["headers"]["id"] for message in self._broker.lrange("shop.dlq", 0, -1)]
+
     def delivery_score(self, tag: str) -> float:
         """Since when the delivery is unacknowledged, as kombu's visibility timeout sees it: Unix seconds."""
         score = self._broker.zscore("unacked_index", tag)

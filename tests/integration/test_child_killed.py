@@ -9,7 +9,6 @@ import signal
 import time
 from collections.abc import Callable
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 

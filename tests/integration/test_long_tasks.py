@@ -45,9 +45,8 @@ def check_one_start_each(fleet: Fleet, *, seconds: int) -> None:
     assert fleet.diary.start_counts() == dict.fromkeys(ids, 1)
     (start,) = fleet.diary.starts("is-due-later")
     assert start.clock > due - 0.1
-    computed = fleet.shop.app.AsyncResult("computes").get(timeout=10)
-    assert computed["ran"] >= seconds
-    assert computed["turns"] == 0, "the call did not keep the interpreter's lock"
+    silence = fleet.shop.app.AsyncResult("computes").get(timeout=10)
+    assert silence >= seconds, "the call did not keep the interpreter's lock"
     assert fleet.counted("stalls") == 0
     assert not any("Restoring" in worker.log_text() for worker in others)
     assert holder.alive
@@ -55,9 +54,9 @@ def check_one_start_each(fleet: Fleet, *, seconds: int) -> None:
 
 
 def test_a_long_task_a_long_call_of_c_and_a_late_eta_start_once_each(fleet: Fleet) -> None:
-    fleet.settings = {"selfheal_lease_ttl": 4, "selfheal_heartbeat_interval": 1, "selfheal_reaper_interval": 0.5}
+    fleet.settings = {"selfheal_lease_ttl": 3, "selfheal_heartbeat_interval": 1, "selfheal_reaper_interval": 0.5}
 
-    check_one_start_each(fleet, seconds=14)
+    check_one_start_each(fleet, seconds=12)
 
 
 @pytest.mark.slow

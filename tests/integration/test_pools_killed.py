@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from integration.fleet import Fleet
-from integration.killing import kill_rounds
+from integration.killing import busy_kill_rounds, kill_rounds
 
 LONG_TTL = {"selfheal_lease_ttl": 600}
 SHORT_TTL = {"selfheal_lease_ttl": 3, "selfheal_heartbeat_interval": 1, "selfheal_reaper_interval": 0.5}
@@ -39,6 +39,10 @@ def test_a_worker_that_cannot_see_the_killed_one_heals_it_when_its_session_has_r
     healings = kill_rounds(fleet, rounds(1), by_expiry=True, pool=pool, pid_namespace=True)
 
     figures("until all had ended", [healing.ended for healing in healings])
+
+
+def test_no_message_of_a_busy_worker_is_lost_with_it(pool: str, fleet: Fleet, rounds: Callable[[int], int]) -> None:
+    busy_kill_rounds(fleet, rounds(1), pool=pool, concurrency=10)
 
 
 @pytest.mark.slow

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable
 
 import pytest
 
 from integration.fleet import Fleet
-from integration.killing import SEED, kill_rounds
+from integration.killing import busy_kill_rounds, kill_rounds
 
 LONG_TTL = {"selfheal_lease_ttl": 600}  # far beyond what any test waits: only the kernel can have told of the death
 SHORT_TTL = {"selfheal_lease_ttl": 3, "selfheal_heartbeat_interval": 1, "selfheal_reaper_interval": 0.5}
@@ -20,7 +19,7 @@ def test_a_living_worker_of_the_machine_heals_a_killed_one_long_before_its_lease
 ) -> None:
     fleet.settings = LONG_TTL
 
-    healings = kill_rounds(fleet, rounds(3), by_expiry=False)
+    healings = kill_rounds(fleet, rounds(2), by_expiry=False)
 
     figures("until all had ended", [healing.ended for healing in healings])
 
@@ -30,7 +29,7 @@ def test_a_worker_that_cannot_see_the_killed_one_heals_it_when_its_session_has_r
 ) -> None:
     fleet.settings = SHORT_TTL
 
-    healings = kill_rounds(fleet, rounds(2), by_expiry=True, pid_namespace=True)
+    healings = kill_rounds(fleet, rounds(1), by_expiry=True, pid_namespace=True)
 
     figures("until all had ended", [healing.ended for healing in healings])
 
@@ -56,8 +55,8 @@ def test_a_killed_worker_heals_in_the_promised_time(
 
 def test_an_eta_task_that_a_killed_worker_waited_with_starts_once_and_when_it_is_due(fleet: Fleet) -> None:
     victim = fleet.start("w0")
-    due = time.time() + 8
-    fleet.shop.charge.apply_async((100,), task_id="due", countdown=8)
+    due = time.time() + 6
+    fleet.shop.charge.apply_async((100,), task_id="due", countdown=6)
     fleet.wait_held(1)
     fleet.start("w1")
 
@@ -69,37 +68,11 @@ def test_an_eta_task_that_a_killed_worker_waited_with_starts_once_and_when_it_is
     fleet.wait_nothing_left()
 
 
-def check_busy_kills(fleet: Fleet, count: int) -> None:
-    """Kill one of two busy workers after a random number of starts, wherever its loop is just then."""
-    chance = random.Random(SEED)
-    workers = [fleet.start(f"w{n}", concurrency=2, prefetch=4) for n in range(2)]
-    started_before = 0
-    for n in range(count):
-        batch = [f"{n}-{k}" for k in range(150)]
-        for task_id in batch:
-            fleet.shop.charge.apply_async((100, 0.01), task_id=task_id)
-        enough = started_before + chance.randint(1, 120)
-        fleet.wait("some start", lambda enough=enough: len(fleet.diary.starts()) >= enough)
-
-        victim = workers[n % 2]
-        victim.kill_group()
-        victim.start()
-        fleet.wait_ended(*batch)
-
-        counts = fleet.diary.start_counts()
-        assert set(counts.values()) <= {1, 2}
-        # Only what ran in the two children of the victim may have started again.
-        assert sum(counts.values()) - len(counts) <= 2 * (n + 1)
-        victim.wait_ready()
-        fleet.wait_nothing_left()
-        started_before = sum(counts.values())
-
-
 def test_no_message_of_a_busy_worker_is_lost_with_it(fleet: Fleet, rounds: Callable[[int], int]) -> None:
-    check_busy_kills(fleet, rounds(3))
+    busy_kill_rounds(fleet, rounds(2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_no_message_is_lost_in_many_kills_of_busy_workers(fleet: Fleet, rounds: Callable[[int], int]) -> None:
-    check_busy_kills(fleet, rounds(20))
+    busy_kill_rounds(fleet, rounds(20))

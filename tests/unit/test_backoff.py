@@ -265,9 +265,7 @@ GOOD: dict[str, object] = {"base": 1, "cap": 600, "floor": 0, "jitter": True}
     ],
     ids=str,
 )
-def test_impossible_option_is_named_with_its_task_and_value(
-    wrong: dict[str, object], option: str, shown: str
-) -> None:
+def test_impossible_option_is_named_with_its_task_and_value(wrong: dict[str, object], option: str, shown: str) -> None:
     with pytest.raises(SettingsError) as caught:
         check_backoff("task shop.pay", **{**GOOD, **wrong})
 
@@ -277,7 +275,7 @@ def test_impossible_option_is_named_with_its_task_and_value(
 
 
 def test_base_above_the_cap_says_which_of_them_to_raise() -> None:
-    with pytest.raises(SettingsError, match="above retry_backoff_max of 600 s.*raise retry_backoff_max"):
+    with pytest.raises(SettingsError, match=r"above retry_backoff_max of 600 s.*raise retry_backoff_max"):
         check_backoff("task shop.pay", **{**GOOD, "base": 3600})
 
 

@@ -159,7 +159,13 @@ CASES: list[tuple[str, BaseException, dict[str, Any], dict[str, Any], Verdict]] 
         {},
         UNRECOVERABLE,
     ),
-    ("listed validation error of the last attempt", ValidationError(), {"retry_for": (ValueError,)}, {"attempt": 5}, EXHAUSTED),
+    (
+        "listed validation error of the last attempt",
+        ValidationError(),
+        {"retry_for": (ValueError,)},
+        {"attempt": 5},
+        EXHAUSTED,
+    ),
     # What may only not be there yet.
     ("not found, at first", NoResultFound(), {}, {"age": YOUNG}, RETRY),
     ("not found, too late for a slow producer", NoResultFound(), {}, {"age": OLD}, UNRECOVERABLE),
@@ -226,8 +232,3 @@ def test_errors_of_the_real_libraries_are_found_by_their_names() -> None:
 
     assert classify(sqlalchemy_errors.NoResultFound(), policy(), attempt=1, age=timedelta(0)) is UNRECOVERABLE
     assert classify(kombu.exceptions.DecodeError(), policy(), attempt=0, age=timedelta(0)) is UNRECOVERABLE
-
-
-@pytest.mark.parametrize("verdict", Verdict)
-def test_only_two_verdicts_end_a_task(verdict: Verdict) -> None:
-    assert verdict.is_final is (verdict in (EXHAUSTED, UNRECOVERABLE))

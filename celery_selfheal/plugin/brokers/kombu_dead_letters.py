@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -18,6 +18,7 @@ from celery_selfheal.errors import StoreError
 from celery_selfheal.plugin.publisher import Publisher, copy_of
 
 PAGE_SIZE = 100
+SYNCED_ACKS = 25  # RabbitMQ holds back what goes to a quorum queue when 32 are under way
 DELAYED = "celery_delayed_"  # in the names of the exchanges through which Celery's messages with an ETA travel
 
 
@@ -63,6 +64,8 @@ class _Reading:
         self._channel: Any = None
         self._held: dict[bytes, list[Any]] = {}
         self._settled: set[bytes] = set()
+        self._ahead: list[Any] = []
+        self._unsynced_acks = 0
         self._exchanges: dict[str, bool] = {"": True}
 
     def pages(self) -> Iterator[list[Entry]]:
@@ -75,7 +78,7 @@ class _Reading:
             page = []
             with answering(self._connection, "list"):
                 for _ in range(min(left, PAGE_SIZE)):
-                    message = self._take()
+                    message = self._ahead.pop(0) if self._ahead else self._take()
                     left -= 1
                     if message is None:
                         left = 0
@@ -112,9 +115,9 @@ class _Reading:
         if channel is None:
             return
         if not _is_amqp(self._connection):
-            for tags in self._held.values():
-                for tag in tags:
-                    channel.basic_reject(tag, requeue=True)
+            tags = [tag for tags in self._held.values() for tag in tags]
+            for tag in [*tags, *(message.delivery_tag for message in self._ahead)]:
+                channel.basic_reject(tag, requeue=True)
         # On AMQP this alone does it; and if even that does not go through, so does the end of the connection.
         with suppress(Exception):
             channel.close()
@@ -131,7 +134,7 @@ class _Reading:
         letter = DeadLetter.read(raw)
         key = _key_of(letter, message)
         if key in self._settled:
-            message.ack()
+            self._acknowledge(message.delivery_tag)
             return None
         is_first = key not in self._held
         self._held.setdefault(key, []).append(message.delivery_tag)
@@ -142,7 +145,24 @@ class _Reading:
             key = _key_of(entry.letter, entry.place)
             self._settled.add(key)
             for tag in self._held.pop(key, ()):
-                self._channel.basic_ack(tag)
+                self._acknowledge(tag)
+        self._sync()
+
+    def _acknowledge(self, tag: Any) -> None:
+        self._channel.basic_ack(tag)
+        self._unsynced_acks += 1
+        if self._unsynced_acks >= SYNCED_ACKS:
+            self._sync()
+
+    def _sync(self) -> None:
+        """Wait until the broker has taken the acknowledgements: a question to the queue is answered after them.
+
+        Else the end of the channel overtakes those that a quorum queue has not got to yet.
+        """
+        self._unsynced_acks = 0
+        message = self._take()
+        if message is not None:
+            self._ahead.append(message)
 
     def _origin_of(self, letter: DeadLetter) -> tuple[str, str]:
         """Exchange and routing key that lead to the queue of its origin, and to no other."""
@@ -212,11 +232,9 @@ def envelope_of(message: Any) -> dict[str, Any]:
 
 def _key_of(letter: DeadLetter, message: Any) -> bytes:
     """The same for copies of one message that died once: they differ in nothing but the instant."""
-    body = message.body or b""
-    text = body.encode() if isinstance(body, str) else bytes(body)
-    parts: Mapping[str, Any] = message.headers or {}
-    known = f"{parts.get('id') or message.delivery_tag}\0{letter.replays}\0{letter.queue}\0".encode()
-    return hashlib.sha256(known + text).digest()[:16]
+    task_id = (message.headers or {}).get("id") or message.delivery_tag
+    known = f"{task_id}\0{letter.replays}\0{letter.queue}\0".encode()
+    return hashlib.sha256(known + letter.body).digest()[:16]
 
 
 def _depth(connection: Any, queue: str) -> int:

@@ -79,7 +79,6 @@ class ReliableFetch:
         self._keys = keys
         self._layout = layout
         self._idle = idle
-        self._number = 0
         self._asked: _Question | None = None
         self._original_append = self._qos.append
         self._original_ack = self._qos.ack
@@ -117,8 +116,7 @@ class ReliableFetch:
             return
         lists = [(queue, channel._q_for_pri(queue, step)) for step in channel.priority_steps for queue in queues]
         session = self._worker.session.name
-        self._number += 1
-        tag = delivery_tag(session, self._number)
+        tag = delivery_tag(session, self._worker.next_delivery())
         list_keys = [self._layout.prefix + name for _, name in lists]
         keys = [
             self._keys.session(session),
@@ -179,7 +177,7 @@ class ReliableFetch:
         try:
             payload = json.loads(message)
             payload["properties"]["delivery_tag"] = tag
-        except (ValueError, TypeError, KeyError) as exc:
+        except (ValueError, TypeError, KeyError, RecursionError) as exc:
             self._refuse(tag, queue, exc)
             return
         try:

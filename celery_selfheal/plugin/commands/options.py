@@ -17,7 +17,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click 8.4 on
     """A time as people write it: ``30m``, ``2h``, ``1d12h``; a plain number is seconds."""
 
     name = "duration"

@@ -213,7 +213,7 @@ class Crew:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while (left := self.left()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        assert left == {}
+        assert not left, left
 
     def held(self) -> dict[str, str]:
         """Tag of each held delivery, by task id."""
@@ -251,7 +251,7 @@ class Crew:
         """All that must be gone when every task has ended; empty if it is."""
         left: dict[str, object] = {}
         traces = tuple(f"{self.keys.root}:{name}" for name in ("lease:", "journal:", "inflight", "expiry", "owned:"))
-        lasting = (self.keys.root, f"{self._prefix}_kombu.binding.", f"{self._prefix}unacked_mutex")
+        lasting = (self.keys.root, f"{self._prefix}_kombu.binding", f"{self._prefix}unacked_mutex")
         for client in {id(one): one for one in (self.broker, self.lease_store)}.values():
             for key in sorted(key.decode() for key in client.keys("*")):
                 if key.startswith(traces) or not key.startswith(lasting):

@@ -91,3 +91,28 @@ def test_redis_is_away_for_twenty_seconds_under_fifty_tasks(crew: Crew) -> None:
     check_outage(crew, running=50, reserved=60, seconds=20)
 
     check_healing(crew)
+
+
+@pytest.mark.parametrize("results", ["ignored", "stored", "stored again and again"])
+def test_a_body_that_ends_while_redis_is_away_has_ended(results: str, crew: Crew) -> None:
+    crew.settings = dict(SHORT_TTL)  # the outage shall be longer than the TTL, the test not much
+    crew.settings["task_ignore_result"] = results == "ignored"
+    crew.settings["result_backend_always_retry"] = results == "stored again and again"
+    _, slots = start_both_kinds(crew, 8)
+    gate = crew.gate()
+    run = [crew.load(f"{node}-{n}", gate, queue=node) for node, count in slots.items() for n in range(count)]
+    crew.wait_started(run)
+    back_at = time.monotonic()
+
+    crew.server.kill()
+    time.sleep(1)
+    gate.open()
+    crew.wait_ended(run)
+    time.sleep(5)
+    crew.server.restart()
+    crew.wait_nothing_left()
+    crew.wait("two TTLs pass", lambda: time.monotonic() > back_at + 6)
+
+    check_each_ran_once(crew)
+    if results != "ignored":
+        assert {crew.result(task_id) for task_id in run} == {"loaded"}

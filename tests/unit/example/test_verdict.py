@@ -26,15 +26,17 @@ def load_example_project() -> None:
 
 
 load_example_project()
-evidence, ledger, orders, verdict = (
-    importlib.import_module(f"example_project.{name}") for name in ("evidence", "ledger", "orders", "verdict")
+evidence, ledger, orders, strikes, verdict = (
+    importlib.import_module(f"example_project.{name}")
+    for name in ("evidence", "ledger", "orders", "strikes", "verdict")
 )
 ORDERS = [
     orders.Order("SO-1", "2026-03-14", "Ada", "ada@example.org", "Mug", 1, "EUR", 1000),
     orders.Order("SO-2", "2026-03-14", "Ben", "ben@example.org", "Pan", 2, "USD", 2000),
 ]
-KILLED = verdict.Strike(what="worker killed", worker="w1", pid=None, from_ms=5_000, until_ms=5_010)
+KILLED = strikes.Strike(what="worker killed", worker="w1", pid=None, from_ms=5_000, until_ms=5_010)
 CHILD_KILLED = replace(KILLED, what="child killed", pid=7)
+PAUSED = replace(KILLED, what="worker paused", goes_on=True)
 
 
 def started(task_id: str, started_ms: int, ended_ms: int | None, **changes: Any) -> Any:
@@ -56,6 +58,7 @@ def a_good_run() -> Any:
         starts=starts + poison,
         strikes=[KILLED],
         recovered=[{"one"}],
+        stalled=[{"one"}],
         day_total={"EUR": 1000, "USD": 2000},
         poison_id="poison",
         poison_outcome="FAILURE StalledTooOften",
@@ -85,7 +88,7 @@ def test_a_good_run_is_right_and_says_how_long_each_recovery_took():
         ({"bookings": [*a_good_run().bookings, evidence.Booked("SO-2", "USD", 2000)]}, {"charged_twice", "booked"}),
         ({"day_total": None}, {"day_total"}),
         ({"day_total": {"EUR": 1000, "USD": 1999}}, {"day_total"}),
-        ({"strikes": [], "recovered": []}, {"started_in_vain"}),
+        ({"strikes": [], "recovered": [], "stalled": []}, {"started_in_vain"}),
         ({"starts": [start for start in a_good_run().starts if start.worker != "w2"]}, {"worker_killed"}),
         ({"poison_outcome": "PENDING NoneType"}, {"poison"}),
         ({"starts": a_good_run().starts[:-1]}, {"poison"}),
@@ -103,7 +106,7 @@ def test_what_is_lost_stuck_doubled_or_wrong_is_named(changes, wrong):
 
 
 def test_an_undisturbed_run_is_right_too():
-    calm = replace(a_good_run(), starts=a_good_run().starts[1:], strikes=[], recovered=[])
+    calm = replace(a_good_run(), starts=a_good_run().starts[1:], strikes=[], recovered=[], stalled=[])
 
     assert verdict.judge(calm).is_right
 
@@ -132,7 +135,7 @@ def test_an_undisturbed_run_is_right_too():
 def test_a_second_start_is_excused_only_where_a_strike_met_the_first(first, is_excused):
     second = started("one", 6_500, 6_600, worker="w3")
 
-    excused, unexplained = verdict.started_twice([second, first], [CHILD_KILLED])
+    excused, unexplained = strikes.started_twice([second, first], [CHILD_KILLED], [set()])
 
     assert bool(excused) is is_excused
     assert bool(unexplained) is not is_excused
@@ -141,7 +144,42 @@ def test_a_second_start_is_excused_only_where_a_strike_met_the_first(first, is_e
 def test_each_start_but_the_last_needs_an_excuse():
     starts = [started("one", 4_900, None), started("one", 6_000, 6_100), started("one", 7_000, 7_100)]
 
-    assert verdict.started_twice(starts, [KILLED]) == ({}, {"one": "charge order of one"})
+    assert strikes.started_twice(starts, [KILLED], [set()]) == ({}, {"one": "charge order of one"})
+
+
+@pytest.mark.parametrize(
+    ("strike", "stalled", "is_excused"),
+    [(PAUSED, {"one"}, True), (PAUSED, set(), False), (KILLED, {"one"}, False)],
+    ids=["was at the door", "was only reserved", "was killed, and cannot enter any more"],
+)
+def test_a_paused_worker_may_enter_the_body_at_whose_door_it_stood(strike, stalled, is_excused):
+    elsewhere = started("one", 11_000, 11_300, worker="w3")
+    at_last = started("one", 13_000, 13_100)
+
+    excused, unexplained = strikes.started_twice([elsewhere, at_last], [strike], [stalled])
+
+    assert bool(excused) is is_excused
+    assert bool(unexplained) is not is_excused
+
+
+def test_a_paused_worker_stands_at_the_door_of_a_body_once():
+    starts = [
+        started("one", 11_000, 11_300, worker="w3"),
+        started("one", 13_000, 13_100),
+        started("one", 14_000, 14_100),
+    ]
+
+    assert strikes.started_twice(starts, [PAUSED], [{"one"}])[0] == {}
+
+
+def test_a_body_that_was_running_at_the_pause_is_not_entered_again():
+    starts = [
+        started("one", 4_900, 13_100),
+        started("one", 11_000, 11_300, worker="w3"),
+        started("one", 13_200, 13_300),
+    ]
+
+    assert strikes.started_twice(starts, [PAUSED], [{"one"}])[0] == {}
 
 
 def test_a_receipt_may_be_ordered_twice_by_a_charge_that_was_started_twice():
@@ -152,7 +190,7 @@ def test_a_receipt_may_be_ordered_twice_by_a_charge_that_was_started_twice():
         for at_ms in (7_000, 7_100)
     ]
 
-    excused, unexplained = verdict.started_twice(charges + receipts, [KILLED])
+    excused, unexplained = strikes.started_twice(charges + receipts, [KILLED], [set()])
 
     assert set(excused.values()) == {"charge SO-1", "receipt SO-1"}
     assert set(unexplained.values()) == {"receipt SO-2"}
@@ -166,15 +204,15 @@ def test_recovery_counts_what_ran_and_what_was_reserved_until_the_last_has_start
         started("of another worker", 4_900, 8_000, worker="w2"),
     ]
 
-    healed = verdict.recovery(KILLED, starts, {"reserved"})
+    healed = strikes.recovery(KILLED, starts, {"reserved"})
 
-    assert healed == verdict.Recovery(held=2, missing=(), seconds=2.5)
+    assert healed == strikes.Recovery(held=2, missing=(), seconds=2.5)
 
 
 def test_what_has_not_started_again_is_missing():
     starts = [started("running", 4_900, None)]
 
-    healed = verdict.recovery(KILLED, starts, {"reserved"})
+    healed = strikes.recovery(KILLED, starts, {"reserved"})
 
     assert healed.held == 2
     assert healed.missing == ("reserved", "running")
@@ -183,7 +221,7 @@ def test_what_has_not_started_again_is_missing():
 def test_a_message_whose_task_was_through_needs_no_other_start():
     starts = [started("through", 4_000, 4_900)]
 
-    assert verdict.recovery(KILLED, starts, {"through"}).held == 0
+    assert strikes.recovery(KILLED, starts, {"through"}).held == 0
 
 
 def test_the_shipped_orders_are_500_of_one_day_with_numbers_of_their_own():
@@ -207,14 +245,18 @@ def test_totals_are_kept_apart_by_currency():
     ("line", "expected"),
     [
         (
-            "WARNING/MainProcess] task recovered: example_project.tasks.charge[id-1] from w2@host.org after 1 s: gone",
-            ("charge", "id-1", "w2"),
+            "MainProcess] task recovered: example_project.tasks.charge[id-1] from w2@host.org after 1.5 s: worker gone",
+            ("recovered", "charge", "id-1", "w2"),
         ),
-        ("task stalled: example_project.tasks.charge[id-1] on w2@host after 1.5 s: worker gone", None),
+        (
+            "MainProcess] task stalled: example_project.tasks.charge[id-1] on w2@host after 1.5 s: worker gone",
+            ("stalled", "charge", "id-1", "w2"),
+        ),
+        ("MainProcess] Task example_project.tasks.charge[id-1] received", None),
     ],
 )
-def test_a_recovery_is_read_from_the_log_of_the_one_that_did_it(line, expected):
-    found = evidence.recovered(line)
+def test_acts_of_healing_are_read_from_the_logs(line, expected):
+    found = evidence.healed(line)
 
     assert (found and tuple(found)) == expected
 
