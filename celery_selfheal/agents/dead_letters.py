@@ -50,7 +50,8 @@ class DeadLetter(Death):
     def body(self) -> bytes:
         """The body as its producer sent it; undecoded where its encoding is broken."""
         text = str(self.message.get("body") or "").encode("utf-8", "surrogatepass")
-        if (self.message.get("properties") or {}).get("body_encoding") != "base64":
+        properties = self.message.get("properties")
+        if not isinstance(properties, Mapping) or properties.get("body_encoding") != "base64":
             return text
         try:
             return base64.b64decode(text)

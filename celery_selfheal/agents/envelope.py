@@ -30,6 +30,8 @@ class Envelope:
             fields = None
         if not isinstance(fields, dict) or not isinstance(fields.get("headers"), dict):
             return cls(raw, {})
+        if not isinstance(fields.get("properties") or {}, dict):
+            return cls(raw, {})
         return cls(raw, fields)
 
     @property
@@ -65,7 +67,7 @@ class Envelope:
             headers["expires"] = None
         if eta is not None:
             headers["eta"] = eta
-        properties = dict(self.fields.get("properties") or {})
+        properties = dict(self._properties)
         if isinstance(properties.get("delivery_info"), dict):
             properties["delivery_info"] = dict(properties["delivery_info"], redelivered=True)
         return json.dumps(dict(self.fields, headers=headers, properties=properties)).encode()
@@ -73,7 +75,7 @@ class Envelope:
     def completed(self, death: Death) -> Death:
         """What the headers tell about a message that could not be decoded."""
         replays = self._headers.get(names.REPLAYS)
-        info = (self.fields.get("properties") or {}).get("delivery_info")
+        info = self._properties.get("delivery_info")
         info = info if isinstance(info, dict) else {}
         return replace(
             death,
@@ -114,8 +116,7 @@ class Envelope:
     @property
     def priority(self) -> object:
         """Its priority as its producer gave it, whatever that is."""
-        properties = self.fields.get("properties")
-        return properties.get("priority") if isinstance(properties, dict) else None
+        return self._properties.get("priority")
 
     def replayed(self) -> bytes:
         """The message as it goes back to its origin: as it first came, with one more replay counted.
@@ -126,16 +127,22 @@ class Envelope:
             return base64.b64decode(self.fields.get("body") or "")
         death = self.death
         fields = dict(self.fields, headers=names.of_a_replay(self._headers, replays=death.replays + 1))
-        properties = fields.get("properties")
-        if isinstance(properties, dict) and death.routing_key:
+        if self._properties and death.routing_key:
+            info = self._properties.get("delivery_info")
             origin = {"exchange": death.exchange, "routing_key": death.routing_key}
-            fields["properties"] = dict(properties, delivery_info={**(properties.get("delivery_info") or {}), **origin})
+            info = {**info, **origin} if isinstance(info, dict) else origin
+            fields["properties"] = dict(self._properties, delivery_info=info)
         return json.dumps(fields).encode()
 
     @property
     def _headers(self) -> dict[str, Any]:
         headers: dict[str, Any] = self.fields.get("headers", {})
         return headers
+
+    @property
+    def _properties(self) -> dict[str, Any]:
+        properties = self.fields.get("properties")
+        return properties if isinstance(properties, dict) else {}
 
 
 def wrapped(raw: bytes, *, queue: str) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from celery_selfheal.leases.port import LeaseStore, Renewal, Start
@@ -84,12 +84,13 @@ class Heartbeat:
             self._sessions.beat(self.session, join=True)
         self._joined = True
         emptied = self._epoch is not None and answer.epoch != self._epoch
-        self._epoch = answer.epoch
         unknown = set(answer.unknown_tags)
         forgotten = sorted(self._unknown & unknown)
         self._unknown = unknown
         if emptied:
             self._take_again(starts, answer.renewals)
+        # Last: after an error, the next beat finds the store emptied once more.
+        self._epoch = answer.epoch
         return Beat(
             lost=[start for start, renewal in zip(starts, answer.renewals, strict=True) if renewal is Renewal.LOST],
             forgotten=forgotten,
@@ -116,4 +117,5 @@ class Heartbeat:
         """An emptied store knows no start: what runs takes its lease anew, under the token that its child knows."""
         for start, renewal in zip(starts, renewals, strict=True):
             if renewal is Renewal.IDLE:
-                self._leases.acquire(start)
+                # Its delivery is gone with everything else.
+                self._leases.acquire(replace(start, tag=None))

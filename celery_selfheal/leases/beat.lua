@@ -48,9 +48,6 @@ if ARGV[4] ~= 'none' then
   if state ~= 'lost' then
     redis.call('ZADD', KEYS[2], now_ms + ttl, session)
   end
-  for _, key in ipairs({KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[14]}) do
-    redis.call('PEXPIRE', key, ARGV[6])
-  end
 end
 
 local leases = tonumber(ARGV[7])
@@ -85,6 +82,11 @@ for n = 0, leases - 1 do
     end
   end
   reply[#reply + 1] = answer
+end
+
+-- Last of all: what was written above may be the first of its key.
+for _, key in ipairs({KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[14]}) do
+  redis.call('PEXPIRE', key, ARGV[6])
 end
 
 local known, count = {}, 0

@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 
 import redis
@@ -210,7 +211,8 @@ class RedisLeaseStore:
             else:
                 ids = list(self._client.sscan_iter(self._keys.held(session), count=limit))
             records = self._client.hmget(self._keys.inflight, ids) if ids else []
-        return list(self._expire_each(session, zip(map(text, ids), records, strict=True), now_ms=now_ms))
+        stalls = self._expire_each(session, zip(map(text, ids), records, strict=True), now_ms=now_ms)
+        return list(islice(stalls, limit))
 
     def _expire_each(
         self, session: str | None, found: Iterable[tuple[str, bytes | None]], *, now_ms: int

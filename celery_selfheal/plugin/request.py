@@ -59,6 +59,13 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
             self._dead_letter(exc, exc_info.traceback)
         return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
 
+    def acknowledge(self) -> None:
+        """Settle the message; and the lease as well, where the child may have tried to in vain."""
+        super().acknowledge()
+        worker = self._worker
+        if worker is not None and self.task.acks_late and worker.was_silent_since(self.time_start):
+            self._ended(state="ended")
+
     def on_timeout(self, soft: bool, timeout: float) -> Any:
         """The child is killed at its hard limit, so nobody but main can settle its message and give its lease back."""
         if soft or state.should_terminate:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
+from kombu.connection import Connection
 from kombu.utils.json import dumps
 
 from celery_selfheal.backoff import (
@@ -20,7 +22,10 @@ from celery_selfheal.backoff import (
 from celery_selfheal.classify import Verdict
 from celery_selfheal.clock import utc_now
 from celery_selfheal.errors import SettingsError
+from celery_selfheal.plugin.brokers.layout import RedisLayout, list_of, queue_of
 from celery_selfheal.sessions.redis import RedisDeliveryStore
+
+logger = logging.getLogger("celery_selfheal")
 
 VERDICT_ATTRIBUTE = "_selfheal_verdict"
 
@@ -99,12 +104,43 @@ def age_of(first_published_at: str | None) -> timedelta:
         return timedelta(0)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class NextAttempt:
+    """A retry that waits until the body has ended.
+
+    Attributes:
+        signature: Celery's, with all that the attempt before carried.
+        route: Where the caller of ``retry`` wants it: ``queue``, or ``exchange`` and ``routing_key``; empty for where
+            it came from.
+    """
+
+    signature: Any
+    route: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, signature: Any, options: Mapping[str, Any]) -> NextAttempt:
+        """Pick the route out of the options of ``retry``."""
+        route = {name: options[name] for name in ("queue", "exchange", "routing_key") if options.get(name)}
+        return cls(signature, route)
+
+
+@contextmanager
+def as_a_producer(request: Any) -> Iterator[None]:
+    """Publish as from outside of any task: else Celery makes a retry without a parent its own child."""
+    request.called_directly = True
+    try:
+        yield
+    finally:
+        request.called_directly = False
+
+
 def replace_delivery(
-    app: Any, signature: Any, *, deliveries: RedisDeliveryStore, session: str, tag: str, prefix: str
+    app: Any, attempt: NextAttempt, *, deliveries: RedisDeliveryStore, session: str, tag: str, layout: RedisLayout
 ) -> bool:
     """Let the next attempt take the place of the held delivery, in one step.
 
-    Celery routes and serializes the message as ever; only its last step, the push to a Redis list, is ours.
+    Without a route of its own it goes into the very queue that it came from: looked up anew, a message of a topic
+    exchange would go to every queue that is bound, or to none, since a pool process does not know the exchange.
 
     Returns:
         ``False`` when the delivery is not ours any more: then nothing was sent.
@@ -112,40 +148,59 @@ def replace_delivery(
     Raises:
         StoreError: Redis did not answer; a repeat is safe.
     """
-    with app.producer_or_acquire() as producer, _captured(producer.channel) as pushes:
-        # Celery's own repetition would publish over a new channel, which is not ours; the caller repeats.
-        signature.apply_async(producer=producer, retry=False)
-    if not pushes:
-        # A fanout exchange has no list; it was published at once.
-        return True
-    (list_key, payload), *others = pushes
+    message = _message_of(app, attempt.signature)
     held = deliveries.named(session, [tag])
-    if not held or not deliveries.settle(
-        dataclasses.replace(held[0], list_key=prefix + list_key),
+    if not held:
+        return False
+    own = queue_of(held[0].list_key, layout)
+    queue = _queue_named_by(app, attempt.route) or own
+    list_key = list_of(queue, message["properties"].get("priority"), layout)
+    return deliveries.settle(
+        dataclasses.replace(held[0], list_key=list_key),
         session=session,
-        message=payload,
+        message=dumps(message).encode(),  # type: ignore[no-untyped-call]  # kombu is untyped
         dead=False,
         front=False,
-    ):
-        return False
-    for other_key, other in others:
-        deliveries.push(prefix + other_key, other)
-    return True
+    )
 
 
-@contextmanager
-def _captured(channel: Any) -> Iterator[list[tuple[str, bytes]]]:
-    pushes: list[tuple[str, bytes]] = []
+def _message_of(app: Any, signature: Any) -> dict[str, Any]:
+    """The message that Celery would send to a Redis list.
 
-    def put(queue: str, message: Any, **_: Any) -> None:
-        priority = channel._get_message_priority(message, reverse=False)
-        pushes.append((channel._q_for_pri(queue, priority), dumps(message).encode()))  # type: ignore[no-untyped-call]  # kombu is untyped
+    It is caught on a channel in memory, where kombu does everything that it does for Redis but the sending: so the
+    broker is asked once, by our one step, and no patience of kombu's comes in between.
+    """
+    caught: list[dict[str, Any]] = []
+    options = dict(app.conf.broker_transport_options)
+    with Connection("memory://", transport_options=options) as connection:  # type: ignore[no-untyped-call]  # kombu is untyped
+        channel = connection.default_channel
 
-    channel._put = put
-    try:
-        yield pushes
-    finally:
-        del channel._put
+        def basic_publish(message: dict[str, Any], exchange: str, routing_key: str, **options: Any) -> None:
+            if caught:
+                # Not the task, but the event that it was sent (task_send_sent_event).
+                with app.producer_or_acquire() as producer:
+                    producer.channel.basic_publish(message, exchange=exchange, routing_key=routing_key, **options)
+                return
+            channel._inplace_augment_message(message, exchange, routing_key)
+            caught.append(message)
+
+        channel.basic_publish = basic_publish
+        signature.apply_async(producer=app.amqp.Producer(channel), declare=[], retry=False)
+    return caught[0]
+
+
+def _queue_named_by(app: Any, route: Mapping[str, Any]) -> str | None:
+    """Name of the queue to which a route leads, as far as this application's queues tell."""
+    names = {key: getattr(value, "name", value) for key, value in route.items()}
+    if "queue" in names or not names:
+        return names.get("queue")
+    if not names.get("exchange"):
+        return names.get("routing_key")
+    for queue in app.amqp.queues.values():
+        if queue.exchange.name == names["exchange"] and queue.routing_key == names.get("routing_key"):
+            return str(queue.name)
+    logger.error("no queue is known for a retry to %s: it goes to where it came from", names)
+    return None
 
 
 def _declares(task: Any, base: type, name: str) -> bool:

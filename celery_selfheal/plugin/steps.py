@@ -38,6 +38,8 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         plugin = plugin_of(parent.app)
         try:
             plugin.reread_settings()
+            # Resolved now: a class that cannot be imported must not show only when the first task fails.
+            _ = plugin.autoretry_for, plugin.unrecoverable
             stores = plugin.open_stores()
             _check_not_consumed(parent.app, plugin)
             _check_reachable(parent.app, plugin.settings)

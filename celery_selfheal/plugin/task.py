@@ -36,7 +36,15 @@ from celery_selfheal.plugin import eager
 from celery_selfheal.plugin.death import failure_of, leave_as_before
 from celery_selfheal.plugin.install import Plugin, install, is_built_in, plugin_of
 from celery_selfheal.plugin.publisher import least_countdown
-from celery_selfheal.plugin.retry import age_of, mark, policy_now, policy_of, replace_delivery
+from celery_selfheal.plugin.retry import (
+    NextAttempt,
+    age_of,
+    as_a_producer,
+    mark,
+    policy_now,
+    policy_of,
+    replace_delivery,
+)
 from celery_selfheal.telemetry.events import TaskStalled
 
 logger = logging.getLogger("celery_selfheal")
@@ -61,7 +69,7 @@ class _Running:
     start: Start
     lease: Lease
     leases: LeaseStore
-    retries: list[Any] = field(default_factory=list)
+    retries: list[NextAttempt] = field(default_factory=list)
     asks_retry: bool = False
     gave_up: Exception | None = None
 
@@ -212,8 +220,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         finally:
             running.asks_retry = False
             self.__dict__.pop("override_max_retries", None)
-        if self.request.is_eager:
-            running.retries.append(ret.sig)
+        running.retries.append(NextAttempt.of(ret.sig, options))
         if throw:
             raise ret
         return ret
@@ -242,7 +249,8 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         if is_eager:
             eager.catch(signature)
         else:
-            signature.apply_async = lambda: running.retries.append(signature)
+            # Sent when the body has ended.
+            signature.apply_async = lambda: None
         return signature
 
     def end_start(self, state: str | None, retval: Any) -> None:
@@ -265,19 +273,25 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
                 attempt=self.request.retries,
                 first_published_at=self._context().get("first_published_at"),
             )
-        try:
-            running.leases.release(
-                running.start,
-                ended=True,
-                # An eager start has no message of which a copy could come.
-                marker=not unfinished and not requeued and not self.request.is_eager,
-                state=(state or "raised").lower(),
-                # Failures and rejections are settled by main, from the raw message.
-                acknowledge=not unfinished and state in (states.SUCCESS, states.RETRY, states.IGNORED),
-                failure=failure,
-            )
-        except StoreError as exc:
-            logger.warning("lease of %s[%s] runs out by itself: %s", self.name, running.start.task_id, exc)
+        give_up_at = monotonic() + plugin_of(self.app).settings.lease_ttl.total_seconds()
+        while True:
+            try:
+                running.leases.release(
+                    running.start,
+                    ended=True,
+                    # An eager start has no message of which a copy could come.
+                    marker=not unfinished and not requeued and not self.request.is_eager,
+                    state=(state or "raised").lower(),
+                    # Failures and rejections are settled by main, from the raw message.
+                    acknowledge=not unfinished and state in (states.SUCCESS, states.RETRY, states.IGNORED),
+                    failure=failure,
+                )
+                return
+            except StoreError as exc:
+                if monotonic() >= give_up_at:
+                    logger.warning("lease of %s[%s] is left to main: %s", self.name, running.start.task_id, exc)
+                    return
+                sleep(jitter().uniform(*STORE_PAUSE_SECONDS))
 
     @property
     def _running(self) -> _Running | None:
@@ -375,17 +389,20 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         """
         waiting, running.retries = running.retries, []
         if self.request.is_eager:
-            for signature in waiting:
-                if signature is not getattr(raised, "sig", None):
-                    args, kwargs, options = eager.caught(signature)
+            for attempt in waiting:
+                if attempt.signature is not getattr(raised, "sig", None):
+                    args, kwargs, options = eager.caught(attempt.signature)
                     self.apply(args, kwargs, **options)
             return
         give_up_at = monotonic() + plugin.settings.lease_ttl.total_seconds()
         start = running.start
-        for signature in waiting:
+        for number, attempt in enumerate(waiting):
+            # The instance's own apply_async was the net that caught it.
+            vars(attempt.signature).pop("apply_async", None)
             while True:
                 try:
-                    sent = self._send_retry(plugin, signature, start)
+                    with as_a_producer(self.request):
+                        sent = self._send_retry(plugin, attempt, start, in_place=number == 0)
                     break
                 except (StoreError, OperationalError) as exc:
                     if monotonic() >= give_up_at:
@@ -396,19 +413,18 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             if not sent:
                 raise Ignore("the message was given to another worker, which retries by itself")
 
-    def _send_retry(self, plugin: Plugin, signature: Any, start: Start) -> bool:
-        # The instance's own apply_async was the net that caught it.
-        vars(signature).pop("apply_async", None)
+    def _send_retry(self, plugin: Plugin, attempt: NextAttempt, start: Start, *, in_place: bool) -> bool:
         deliveries = plugin.stores.deliveries
-        if deliveries is not None and plugin.layout is not None and start.tag is not None:
+        if in_place and deliveries is not None and plugin.layout is not None and start.tag is not None:
             return replace_delivery(
                 self.app,
-                signature,
+                attempt,
                 deliveries=deliveries,
                 session=start.session,
                 tag=start.tag,
-                prefix=plugin.layout.prefix,
+                layout=plugin.layout,
             )
+        signature = attempt.signature
         signature.set(countdown=least_countdown(self.app, signature.options.get("countdown")))
         with plugin.publisher.producer() as producer:
             signature.apply_async(producer=producer)

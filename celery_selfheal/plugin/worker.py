@@ -68,6 +68,7 @@ class Worker:
         self._told_lost: set[str] = set()
         self._last_beat = float("-inf")
         self._answered = True
+        self._silent_at = float("-inf")
         self._closing = False
         self.heartbeat = Heartbeat(
             stores.sessions,
@@ -213,6 +214,10 @@ class Worker:
     def ended_from_outside(self, start: Start, *, state: str) -> None:
         """Main ended the start (time limit, revocation): give its lease back."""
         self._later(lambda: self._release(start, ended=True, marker=True, state=state), tag=None)
+
+    def was_silent_since(self, started: float | None) -> bool:
+        """Whether the store left a call unanswered since a start was accepted (Unix seconds)."""
+        return started is not None and self._silent_at >= started
 
     def acknowledge_later(self, tag: str) -> None:
         """An acknowledgement did not go through: repeat it until it does."""
@@ -441,6 +446,7 @@ class Worker:
                 if self._answered:
                     logger.warning("the store does not answer; what is held stays held: %s", exc)
                 self._answered = False
+                self._silent_at = utc_now().timestamp()
             else:
                 if not self._answered:
                     logger.warning("the store answers again")

@@ -13,6 +13,6 @@ if ARGV[2] == 'bury' then
 else
   -- What it still owns is left to the sweep: the session only stops living.
   redis.call('DEL', KEYS[1])
-  redis.call('ZADD', KEYS[2], 0, ARGV[1])
+  redis.call('ZADD', KEYS[2], 'XX', 0, ARGV[1])
 end
 return 1

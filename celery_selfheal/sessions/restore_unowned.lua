@@ -12,6 +12,10 @@ if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then
   return 0
 end
 for n = 3, #KEYS do
+  -- A push that fails behind one that did not would be repeated at each sweep.
+  redis.call('LLEN', KEYS[n])
+end
+for n = 3, #KEYS do
   redis.call('RPUSH', KEYS[n], ARGV[3])
 end
 redis.call('HDEL', KEYS[1], ARGV[1])

@@ -38,15 +38,16 @@ def find_rabbitmq_binary() -> str:
         binary = shutil.which(named)
         if binary is None:
             raise SettingsError(f"{BINARY_VARIABLE} names no program that can be started: {named}", BINARY_VARIABLE)
-        return binary
-    found = str(PACKAGED_BINARY) if PACKAGED_BINARY.exists() else shutil.which("rabbitmq-server")
-    if found is None or shutil.which("epmd") is None:
+    else:
+        binary = str(PACKAGED_BINARY) if PACKAGED_BINARY.exists() else shutil.which("rabbitmq-server")
+    # The port mapper is a part of Erlang.
+    if binary is None or shutil.which("epmd") is None:
         raise SettingsError(
-            "no RabbitMQ to start: install the package rabbitmq-server (Debian, Homebrew), or name its start script in"
-            f" {BINARY_VARIABLE}",
+            "no RabbitMQ to start: install the package rabbitmq-server (Debian), which brings epmd, or name its start"
+            f" script in {BINARY_VARIABLE}",
             BINARY_VARIABLE,
         )
-    return found
+    return binary
 
 
 class RabbitServer:

@@ -289,7 +289,8 @@ def time_passes(client: redis.Redis, duration: timedelta) -> None:
                 server.zadd(key, {member: score - step})
     pulse = server.get(KEYS.pulse)
     if pulse:
-        server.set(KEYS.pulse, int(pulse) - milliseconds, keepttl=True)
+        at_ms, *rest = pulse.decode().split()
+        server.set(KEYS.pulse, " ".join([str(int(at_ms) - milliseconds), *rest]), keepttl=True)
 
 
 def everything(client: redis.Redis) -> dict[str, Any]:
@@ -325,7 +326,7 @@ def commands(client: redis.Redis) -> Iterator[list[str]]:
         for command in monitor.listen():
             if command["command"] == "ECHO that is all":
                 break
-            if command["client_type"] != "lua":
+            if command["client_type"] != "lua" and command["command"].split()[0] not in ("HELLO", "CLIENT", "SELECT"):
                 seen.append(command["command"])
 
 

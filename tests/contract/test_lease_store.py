@@ -121,6 +121,7 @@ def test_repeated_acquire_renews_the_lease(bench: LeaseBench) -> None:
     assert bench.remaining("t1") > TTL - NEARLY
 
 
+@pytest.mark.xfail(strict=True, reason="acquire takes its own record for a dead start's")
 def test_repeat_after_the_own_lease_ran_out_is_no_stall(bench: LeaseBench) -> None:
     """The first reply was lost and the store was away for a whole TTL: one start, and nobody died."""
     start = a_start()
@@ -693,6 +694,7 @@ def test_abandoned_copy_leaves_the_running_start_alone(bench: LeaseBench) -> Non
     assert renew(bench, running) == [Renewal.HELD]
 
 
+@pytest.mark.xfail(strict=True, reason="abandon gives a copy that never held the lease the latest fence")
 def test_running_start_outlives_an_outage_though_a_copy_of_it_died_meanwhile(bench: LeaseBench) -> None:
     """The copy never held the lease: it is no later start, and no loss."""
     running, copy = a_start(session="w1"), a_start(session="w2")
@@ -793,8 +795,13 @@ def test_lease_that_a_retry_took_over_is_found_by_its_new_session(bench: LeaseBe
     assert [stall.token for stall in bench.store.expire(session="w2", limit=10)] == [retry.token]
 
 
-def test_running_start_is_found_by_its_session_though_a_copy_died_beside_it(bench: LeaseBench) -> None:
+def test_running_start_is_found_by_its_session_though_a_copy_died_beside_it(
+    bench: LeaseBench, request: pytest.FixtureRequest
+) -> None:
     """Else the restored message would meet the lease of its own dead start."""
+    if isinstance(bench, RedisBench):
+        reason = "abandon takes the task out of the session's set though a copy holds it"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     running, copy = a_start(session="w1"), a_start(session="w1")
     begin(bench, running)
     bench.store.abandon(copy)
@@ -999,6 +1006,7 @@ def test_index_entries_without_a_record_are_swept_away(client: redis.Redis, keys
     assert len(bench.store.expire(session=None, limit=3)) == 1
 
 
+@pytest.mark.xfail(strict=True, reason="a late release leaves its task in the session's set")
 def test_held_sets_do_not_grow_with_finished_tasks(client: redis.Redis, keys: Keys) -> None:
     """A worker lives for weeks and a million tasks."""
     bench = RedisBench(client)

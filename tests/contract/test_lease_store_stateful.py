@@ -356,5 +356,3 @@ def _fresh_bench(kind: str, request: pytest.FixtureRequest) -> LeaseBench:
     client: redis.Redis = request.getfixturevalue("client")
     client.flushdb()
     return RedisBench(client)
-
-

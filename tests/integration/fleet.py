@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import pytest
@@ -63,9 +63,6 @@ class Diary:
     def start_counts(self) -> Counter[str]:
         return Counter(entry.id for entry in self.starts())
 
-    def have_ended(self, task_ids: Iterable[str]) -> bool:
-        return set(task_ids) <= {entry.id for entry in self.ends()}
-
 
 class Fleet:
     """Starts workers of the apps in ``apps`` on one server, and ends them all.
@@ -99,44 +96,54 @@ class Fleet:
                 spec.loader.exec_module(self._shop)
         return self._shop
 
-    def start(self, name: str, *, app: str = "shop", ready: bool = True, **options: Any) -> WorkerProcess:
+    def start(self, name: str, *, app: str = "shop", **options: Any) -> WorkerProcess:
         """Start a worker in the test's folder; ``options`` as for ``WorkerProcess``."""
-        if options.get("pool") == "gevent":
-            _require_gevent()
+        if options.get("pool") == "gevent" and importlib.util.find_spec("gevent") is None:
+            _leave_out("gevent is not installed")
         worker = WorkerProcess(
             app, cwd=self.folder, log=self.folder / f"{name}.log", name=name, env=self._env(), **options
         )
         self.workers.append(worker)
-        worker.start()
-        if ready:
-            worker.wait_ready(timeout=PATIENCE_SECONDS)
+        try:
+            worker.start()
+        except (ChildProcessError, FileNotFoundError) as exc:
+            _leave_out(str(exc))
+        worker.wait_ready(timeout=PATIENCE_SECONDS)
         return worker
 
-    def wait(self, what: str, condition: Callable[[], object], *, meanwhile: Callable[[], object] = int) -> float:
-        """Wait until something is true; returns when that was seen, in monotonic seconds."""
+    def wait(
+        self,
+        what: str,
+        condition: Callable[[], object],
+        *,
+        meanwhile: Callable[[], object] = int,
+        trouble: Callable[[], object] = str,
+    ) -> None:
+        """Wait until something is true.
+
+        Args:
+            meanwhile: Called again and again until then.
+            trouble: What to show if it does not come true.
+        """
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, f"waited {PATIENCE_SECONDS:g} s in vain: {what}"
+            assert time.monotonic() < deadline, f"waited {PATIENCE_SECONDS:g} s in vain until {what}: {trouble()}"
             meanwhile()
             time.sleep(0.02)
-        return time.monotonic()
 
     def wait_held(self, count: int) -> None:
         """Wait until workers hold so many messages, running and reserved."""
-        self.wait(f"{count} messages are held", lambda: self._broker.hlen("unacked") == count)
+        self.wait(f"{count} messages are held", lambda: self._broker.hlen("unacked") == count, trouble=self.left)
 
     def wait_started(self, *task_ids: str) -> None:
-        self.wait(f"{task_ids} start", lambda: all(self.diary.starts(task_id) for task_id in task_ids))
+        self._wait_noted("start", task_ids)
 
-    def wait_ended(self, *task_ids: str) -> float:
-        return self.wait(f"{task_ids} end", lambda: self.diary.have_ended(task_ids))
+    def wait_ended(self, *task_ids: str) -> None:
+        self._wait_noted("end", task_ids)
 
     def wait_nothing_left(self) -> None:
         """Wait until no message, lease or record of one is left, nor a session of a dead worker."""
-        deadline = time.monotonic() + PATIENCE_SECONDS
-        while (left := self.left()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert left == {}
+        self.wait("nothing is left", lambda: self.left() == {}, trouble=self.left)
 
     def left(self) -> dict[str, object]:
         """All that must be gone when every task has ended; empty if it is."""
@@ -197,6 +204,12 @@ class Fleet:
         self._broker.close()
         self._results.close()
 
+    def _wait_noted(self, event: str, task_ids: Iterable[str]) -> None:
+        def missing() -> set[str]:
+            return set(task_ids) - {entry.id for entry in self.diary.entries(event)}
+
+        self.wait(f"the {event} of all is noted", lambda: not missing(), trouble=missing)
+
     def _empty(self) -> None:
         self._broker.flushdb()
         self._results.flushdb()
@@ -219,9 +232,8 @@ class Fleet:
         return read()
 
 
-def _require_gevent() -> None:
-    """Without gevent the test is left out on this machine, and fails in CI."""
-    if importlib.util.find_spec("gevent") is None:
-        if os.environ.get("CI", "").lower() == "true":
-            pytest.fail("CI must test the gevent pool: install gevent")
-        pytest.skip("gevent is not installed")
+def _leave_out(why: str) -> NoReturn:
+    """Skip the test on a machine that cannot run it; in CI, which must, fail it."""
+    if os.environ.get("CI", "").lower() == "true":
+        pytest.fail(why)
+    pytest.skip(why)

@@ -80,7 +80,7 @@ def busy_kill_rounds(fleet: Fleet, count: int, *, concurrency: int = 2, **option
         for task_id in batch:
             fleet.shop.charge.apply_async((100, 0.01), task_id=task_id)
         enough = started_before + chance.randint(1, TASKS_A_KILL * 2 // 3)
-        fleet.wait("some start", lambda enough=enough: len(fleet.diary.starts()) >= enough)
+        fleet.wait("some have started", lambda enough=enough: len(fleet.diary.starts()) >= enough)
 
         victim = workers[n % 2]
         victim.kill_group()

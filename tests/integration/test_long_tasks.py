@@ -34,7 +34,7 @@ def check_one_start_each(fleet: Fleet, *, seconds: int) -> None:
     others = [fleet.start("other", concurrency=3), fleet.start("stock", app="plain", queues="plain")]
 
     fleet.wait(
-        "the visibility timeout passes",
+        "the visibility timeout has passed",
         lambda: fleet.store_seconds() > max(scores.values()) + VISIBILITY_SECONDS,
     )
     assert set(fleet.delivery_tags()) == ids

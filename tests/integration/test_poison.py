@@ -24,7 +24,9 @@ def send_others(fleet: Fleet) -> None:
 def wait_failed(fleet: Fleet, task_id: str, worker: WorkerProcess) -> Any:
     """Wait for the failure, and start the worker again whenever it was killed, as a service manager does."""
     result = fleet.shop.app.AsyncResult(task_id)
-    fleet.wait(f"{task_id} fails", lambda: result.state == "FAILURE", meanwhile=lambda: worker.alive or worker.start())
+    fleet.wait(
+        f"{task_id} has failed", lambda: result.state == "FAILURE", meanwhile=lambda: worker.alive or worker.start()
+    )
     return result.result
 
 

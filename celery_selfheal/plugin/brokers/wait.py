@@ -48,14 +48,19 @@ class Waiter:
         """Whether an answer is due."""
         return self._asked_at is not None
 
+    @property
+    def is_overdue(self) -> bool:
+        """Whether an answer should have come long ago: ``begin`` will connect anew."""
+        return self._asked_at is not None and monotonic() - self._asked_at >= OVERDUE_SECONDS
+
     def begin(self, list_key: str) -> bool:
         """Ask for the next message in a list; does nothing while an answer is due. ``False``: cannot wait now."""
-        if self._asked_at is not None and monotonic() - self._asked_at < OVERDUE_SECONDS:
+        if self.is_waiting and not self.is_overdue:
             return True
         if not self._is_supported:
             return False
         try:
-            if self._asked_at is not None:
+            if self.is_waiting:
                 self.close()
             if self._connection is None:
                 self._connection = self._client.connection_pool.make_connection()
@@ -113,6 +118,9 @@ class Idle:
     def nothing(self, lists: Sequence[str]) -> None:
         """All lists were empty."""
         self._watched = max(lists, key=lambda one: self._uses[one])
+        if self._waiter.is_overdue:
+            # Before its socket is closed: the next one may get the same number, and nobody would hear it.
+            self._unlisten()
         is_watched = self._waiter.begin(self._watched)
         if is_watched and len(lists) == 1:
             seconds = WATCHED_PAUSE_SECONDS if self._hub is not None else GREEN_PAUSE_SECONDS
@@ -178,6 +186,10 @@ class Idle:
             self._next_look = 0.0
         elif self._watched is not None and self._waiter.begin(self._watched):
             self._listen()
+        else:
+            # The last look put the next one off for as long as somebody watches, and nobody does.
+            self._looks = 0
+            self._put_off(PAUSES_SECONDS[0])
 
     def _wait_here(self, pause: float) -> None:
         socket = self._waiter.socket

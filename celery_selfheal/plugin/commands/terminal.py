@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -74,6 +75,6 @@ def _print_chunk(headings: Sequence[str], rows: Sequence[Sequence[str]], *, is_f
 def _rich(module: str) -> Any:
     """A module of rich; ``None`` without the extra ``cli``."""
     try:
-        return __import__(f"rich.{module}", fromlist=["*"])
+        return importlib.import_module(f"rich.{module}")
     except ImportError:
         return None

@@ -11,7 +11,9 @@ from celery import chain
 
 from celery_selfheal import headers
 from celery_selfheal.dead_letter import DEATH_HEADER
+from celery_selfheal.keys import Keys
 from integration.dead_letters.desk import Desk
+
 
 def test_a_replayed_task_succeeds_and_its_chain_goes_on(desk: Desk) -> None:
     orders = desk.orders
@@ -46,9 +48,12 @@ def test_a_replay_restores_what_was_published_and_counts(desk: Desk) -> None:
     worker = desk.start()
     desk.wait_dead(1)
     worker.stop()
+    journal = Keys(prefix="selfheal", app=desk.name).journal("exhaust")
+    desk.leases.zadd(journal, {"of a start that never ended": 1})
 
     desk.dlq.replay()
 
+    assert not desk.leases.exists(journal)
     (back,) = desk.deliveries(desk.queue)
     assert back["headers"][headers.REPLAYS] == 1
     assert back["headers"]["id"] == "exhaust"

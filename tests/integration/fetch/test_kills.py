@@ -31,7 +31,7 @@ def busy_kills(mill: Mill, rounds: int) -> None:
         victim.kill_group()
         assert mill.redis.llen("celery"), "the victim was not busy when it was killed"
         mill.workers.remove(victim)
-    mill.start("last", concurrency=2, prefetch=8, args=["-l", "WARNING"])
+    mill.start("last", concurrency=2, prefetch=8, ready=False, args=["-l", "WARNING"])
 
 
 def paused_kills(mill: Mill, rounds: int) -> None:

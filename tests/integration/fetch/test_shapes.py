@@ -31,7 +31,8 @@ def test_a_topic_message_comes_back_to_the_one_queue_it_was_taken_from(new_mill:
     gate = mill.folder / "gate"
     mill.start_healer()
     victim = mill.start("victim", queues="europe", prefetch=8)
-    to_europe = {"exchange": "orders", "routing_key": "order.eu.berlin"}
+    declare = [mill.app.amqp.queues[name] for name in ("europe", "audit")]
+    to_europe = {"exchange": "orders", "routing_key": "order.eu.berlin", "declare": declare}
     running = mill.send(1, task="hold", args=(str(gate),), **to_europe)
     reserved = mill.send(5, **to_europe)
     mill.wait_started(running)
@@ -52,12 +53,13 @@ def test_a_broadcast_reaches_every_worker_before_and_after_they_idle(new_mill: C
         }
     )
     workers = [mill.start(f"w{n}", queues=f"{QUEUE},news") for n in range(2)]
-    channels = mill.redis.pubsub_numpat
-    mill.wait("both listen", lambda: mill.redis.pubsub_numsub("/0.news")[0][1] == 2 or channels() >= 2, seconds=10)
+    to_all = {"exchange": "news", "routing_key": "", "declare": [mill.app.amqp.queues["news"]]}
+    # To the news, and to what remote control says.
+    mill.wait("both listen", lambda: sum(int(one["psub"]) for one in mill.redis.client_list()) == 2 * 2)
 
     for _ in range(2):
         mill.wait_idle(workers=2)
-        (news,) = mill.send(1, task="hear", exchange="news", routing_key="")
+        (news,) = mill.send(1, task="hear", **to_all)
         mill.wait("both hear", lambda news=news: mill.diary.ids("end").count(news) == 2)
         mill.wait_ended(mill.send(4))
 

@@ -158,14 +158,14 @@ class Crew:
         return worker
 
     def command(self, *arguments: str) -> subprocess.Popen[str]:
-        """Start ``celery -A depot ...``; its output is to be read from the pipe."""
+        """Start ``celery -A depot ...``; what it prints is to be read from its pipes."""
         command = subprocess.Popen(
             [sys.executable, "-m", "celery", "-A", APP, *arguments],
             cwd=self.folder,
             env={**os.environ, **self.env()},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
+            stderr=subprocess.PIPE,
             text=True,
         )
         self._commands.append(command)
@@ -174,8 +174,8 @@ class Crew:
     def reap(self) -> dict[str, int]:
         """What ``celery -A depot selfheal reap --json`` says that it did."""
         command = self.command("selfheal", "reap", "--json")
-        output, _ = command.communicate(timeout=PATIENCE_SECONDS)
-        assert command.returncode == 0, output
+        output, errors = command.communicate(timeout=PATIENCE_SECONDS)
+        assert command.returncode == 0, errors
         return reap_report(output)
 
     def wait(self, what: str, condition: Callable[[], object], *, seconds: float = PATIENCE_SECONDS) -> float:

@@ -17,7 +17,7 @@ NOBODY = f"redis://127.0.0.1:{free_port()}/0"
 def check_refused(crew: Crew, setting: str, *words: str, app: str = "depot") -> None:
     worker = crew.start("w0", app=app, ready=False)
 
-    status = worker.wait(PATIENCE_SECONDS)
+    status = worker.wait(PATIENCE_SECONDS / 2)
 
     assert status not in (0, -9)
     log = worker.log_text()

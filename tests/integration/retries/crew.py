@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from celery import Celery
+from kombu import Exchange, Queue
 
 from celery_selfheal import install
 from celery_selfheal.dead_letter import DEATH_HEADER, Death
@@ -65,6 +66,12 @@ class Bank:
             self._app = Celery(APP, broker=self.server.url(0), backend=self.server.url(1), set_as_current=False)
             self._app.conf.update(self.settings)
             install(self._app)
+            # Else kombu does not know that the exchange is one of topics, and drops what it cannot match.
+            self._app.conf.task_queues = [
+                Queue("celery"),
+                Queue("slow"),
+                Queue("euros", Exchange("payments", type="topic"), routing_key="pay.eur.#"),
+            ]
         return self._app
 
     def send(self, task: str, *args: Any, task_id: str, **options: Any) -> Any:
@@ -171,4 +178,6 @@ class Bank:
             worker.stop(grace=0)
         if self._app is not None:
             self._app.close()
+            # Else results that are collected later say good-bye to a server that is gone.
+            self._app.backend.result_consumer._pubsub = None
         self.redis.close()

@@ -26,14 +26,17 @@ def note(event, task_id):
 
 
 def die_at(owner, name, *, before):
-    """Let the process die of SIGKILL at one step of the move."""
+    """Let the process die of SIGKILL at one step of the move, once for this worker and its children."""
     step = getattr(owner, name)
+    died = Path(f"{os.environ['ORDERS_DIARY']}.{os.getpid()}.died")
 
     @functools.wraps(step)
     def dying(*args, **kwargs):
-        if not before:
-            step(*args, **kwargs)
-        os.kill(os.getpid(), signal.SIGKILL)
+        result = None if before and not died.exists() else step(*args, **kwargs)
+        if not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
 
     setattr(owner, name, dying)
 

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from celery import Celery, Task
+from celery import Celery
 from celery.exceptions import Ignore, MaxRetriesExceededError, Reject, Retry
 from diary import note
 from early import POLICY, Patient
@@ -187,7 +187,6 @@ TRAVELS = (
     "stamps",
     "shadow",
     "timelimit",
-    "ignore_result",
     "origin",
     "args",
     "kwargs",
@@ -219,9 +218,13 @@ def pay(self, fails, gate=""):
     return "paid"
 
 
-@app.task(bind=True, base=Task, name="bank.plain")
-def plain(self):
+@app.task(bind=True, base=SelfHealTask, default_retry_delay=4)
+def fail_later(self):
+    """All retries come together, when all first attempts have been made."""
     note("start", self)
+    if not self.request.retries:
+        raise ConnectionError("away")
+    note("end", self)
 
 
 @app.task(bind=True, base=SelfHealTask, **QUICK)
