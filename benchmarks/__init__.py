@@ -5,6 +5,7 @@ starts servers and workers of its own. Compare figures of one run only: a laptop
 
 * ``recovery``: how long after SIGKILL the tasks go on
 * ``roundtrips``: calls to Redis for each task and each beat
+* ``stampede``: how many retries start at once when all tasks of a crowd fail together (a simulation)
 * ``sweep``: one sweep beside up to a million live leases
 * ``throughput``: tasks a second, beside plain Celery
 """

@@ -63,7 +63,9 @@ class Lane:
 LANES = (
     Lane(name="plain", about="plain Celery, late ack, no priorities", plain=True, steps=(0,)),
     Lane(name="ours", about="ours, no priorities", plain=False, steps=(0,), idle_at_most=2),
-    Lane(name="lock", about="plain Celery, a redis-py Lock in the body, no priorities", plain=True, lock=True, steps=(0,)),
+    Lane(
+        name="lock", about="plain Celery, a redis-py Lock in the body, no priorities", plain=True, lock=True, steps=(0,)
+    ),
     Lane(name="plain_steps", about="plain Celery, late ack, default priority steps", plain=True),
     Lane(name="ours_steps", about="ours, default priority steps", plain=False, idle_at_most=15),
 )
@@ -181,7 +183,9 @@ def figures(waited: dict[str, list[float]], idle: dict[str, Counter[str]], *, id
 
 @click.command()
 @click.option("--rounds", type=click.IntRange(1), default=100, show_default=True, help="Tasks for each worker.")
-@click.option("--idle", type=click.FloatRange(1), default=20.0, show_default=True, help="Seconds to watch idle workers.")
+@click.option(
+    "--idle", type=click.FloatRange(1), default=20.0, show_default=True, help="Seconds to watch idle workers."
+)
 @click.option("--quick", is_flag=True, help="Twenty tasks and five seconds.")
 @click.option(
     "--only", type=click.Choice([one.name for one in LANES]), multiple=True, help="Only this one; several times."

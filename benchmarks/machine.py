@@ -19,7 +19,7 @@ class Machine:
     Attributes:
         cores: Those that this process may use.
         load: Average of the last minute when the run began: what else the machine was busy with.
-        server: Name and version of the server that was started.
+        server: Name and version of the server that was started; empty where there was none.
     """
 
     system: str
@@ -37,15 +37,15 @@ class Machine:
                 f"{self.processor} x {self.cores}, load {self.load:.1f}",
                 self.system,
                 f"Python {self.python}",
-                self.server,
+                *filter(None, [self.server]),
                 *parts,
             ]
         )
 
 
-def describe_machine(client: Any) -> Machine:
-    """Describe this machine and the server behind ``client``."""
-    server = client.info("server")
+def describe_machine(client: Any | None = None) -> Machine:
+    """Describe this machine and the server behind ``client``, if there is one."""
+    server = client.info("server") if client else {}
     name = server.get("server_name", "redis")
     return Machine(
         system=f"{platform.system()} {platform.release()}",
@@ -53,7 +53,7 @@ def describe_machine(client: Any) -> Machine:
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         load=os.getloadavg()[0],
         python=platform.python_version(),
-        server=f"{name} {server.get(f'{name}_version', server['redis_version'])}",
+        server=f"{name} {server.get(f'{name}_version', server['redis_version'])}" if server else "",
         versions={name: importlib.metadata.version(name) for name in DISTRIBUTIONS},
     )
 

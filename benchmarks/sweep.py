@@ -20,9 +20,9 @@ from benchmarks.stage import Stage
 from celery_selfheal import install
 from celery_selfheal.agents.reaper import Reaper, SweepReport
 from celery_selfheal.keys import Keys
-from celery_selfheal.leases.port import Acquired, Start
-from celery_selfheal.leases.redis import PACKAGE, RedisLeaseStore, UnackedKeys
-from celery_selfheal.leases.scripts import source
+from celery_selfheal.leases import record
+from celery_selfheal.leases.port import JOURNAL_TTL, Acquired, Start
+from celery_selfheal.leases.redis import RedisLeaseStore, UnackedKeys, milliseconds
 from celery_selfheal.plugin.install import Plugin, reaper_of
 from celery_selfheal.plugin.stores import Stores
 from celery_selfheal.sessions.port import Session
@@ -36,47 +36,43 @@ EXPIRED = 100
 RATIO = 1.5  # "as fast": without an index it would be near a thousand, and the noise of a small machine is not 1
 LONG = timedelta(hours=6)  # nothing that shall live ends before the benchmark does
 UNACKED = UnackedKeys(unacked="unacked", index="unacked_index")  # kombu's defaults
-PAGE = 5_000  # leases written in one call
+PAGE = 1_000  # leases written in one call; Lua can unpack some thousand values
 
-# Leases are written by the very script that takes them, called as the store calls it: their format cannot be another.
-POPULATE = """
-local function acquire(KEYS, ARGV)
-@acquire@
-end
-
-local first, last, workers = tonumber(ARGV[1]), tonumber(ARGV[2]), tonumber(ARGV[3])
+# What leases/acquire.lua and sessions/fetch.lua leave, with as few commands as can be; ``check_format`` compares.
+WRITE_PAGE = """
+local first, last, session, ttl, journal_ttl = tonumber(ARGV[1]), tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local time = redis.call('TIME')
-local now, micros = time[1], string.format('%06d', time[2])
-local keys, arguments, templates = {}, {}, {}
-for m, key in ipairs(KEYS) do
-  keys[m] = key
-end
-for m = 5, #ARGV do
-  arguments[m - 4] = ARGV[m]
-end
-for _, list in ipairs({keys, arguments}) do
-  for m, text in ipairs(list) do
-    if string.find(text, '<%u+>') then
-      templates[#templates + 1] = {list, m, text}
-    end
-  end
+local now_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
+local now_ms = math.floor(now_us / 1000)
+local seconds = time[1] .. '.' .. string.format('%06d', time[2])
+local inflight, index, held, unacked, unacked_index, owned = {}, {}, {}, {}, {}, {}
+
+local function append(list, one, other)
+  list[#list + 1] = one
+  list[#list + 1] = other
 end
 
 for n = first, last do
-  local values = {ID = 'task-' .. n, TOKEN = 'token-' .. n, SESSION = 'worker-' .. n % workers}
-  values.TAG = values.SESSION .. '/' .. n
-  for _, template in ipairs(templates) do
-    template[1][template[2]] = string.gsub(template[3], '<(%u+)>', values)
-  end
-  redis.call('HSET', 'unacked', values.TAG, '[{},"","celery"]')
-  redis.call('ZADD', 'unacked_index', now .. '.' .. micros, values.TAG)
-  redis.call('HSET', string.gsub(ARGV[4], '<(%u+)>', values), values.TAG, now .. micros .. ' celery')
-  local reply = acquire(keys, arguments)
-  if reply[1] ~= 'held' then
-    return redis.error_reply('lease ' .. n .. ' is ' .. reply[1])
-  end
+  local id, token, tag = 'task-' .. n, 'token-' .. n, session .. '/' .. n
+  local fence = string.format('%.0f', now_us + n)
+  local lease, journal = KEYS[1] .. id, KEYS[2] .. id
+  redis.call('HSET', lease, 'token', token, 'fence', fence, 'session', session, 'attempt', 'benchmark:0')
+  redis.call('PEXPIRE', lease, ttl)
+  redis.call('ZADD', journal, fence, token)
+  redis.call('PEXPIRE', journal, journal_ttl)
+  append(inflight, id, table.concat({now_ms, fence, token, session, ARGV[6]}, ' '))
+  append(index, now_ms + tonumber(ttl), id)
+  held[#held + 1] = id
+  append(unacked, tag, '[{},"","celery"]')
+  append(unacked_index, seconds, tag)
+  append(owned, tag, string.format('%.0f', now_us) .. ' celery')
 end
-return last - first + 1
+redis.call('HSET', KEYS[3], unpack(inflight))
+redis.call('ZADD', KEYS[4], unpack(index))
+redis.call('SADD', KEYS[5], unpack(held))
+redis.call('HSET', KEYS[6], unpack(unacked))
+redis.call('ZADD', KEYS[7], unpack(unacked_index))
+redis.call('HSET', KEYS[8], unpack(owned))
 """
 
 
@@ -94,8 +90,16 @@ class Fleet:
     reaper: Reaper
     me: Session
     expire: Callable[[], None]
+    end_grace: Callable[[], None]
     idle: list[float] = field(default_factory=list)
     healing: list[float] = field(default_factory=list)
+
+    def warm_up(self) -> None:
+        """Sweep once: that connects and loads the scripts."""
+        self.stores.sessions.beat(self.me, join=True)
+        # While the other databases were filled nobody beat here, which looks like a store that was away.
+        self.end_grace()
+        self.sweep(stalls=0)
 
     def sweep(self, *, stalls: int) -> float:
         """Sweep once as the leader; the seconds it took."""
@@ -108,37 +112,67 @@ class Fleet:
         return seconds
 
 
-class _Recorder:
-    """Stands in for a client, and keeps what a script would have been called with."""
-
-    def __init__(self) -> None:
-        self.keys: list[str] = []
-        self.arguments: list[str | int] = []
-
-    def register_script(self, _text: str) -> Callable[..., list[bytes]]:
-        return self._run
-
-    def _run(self, *, keys: list[str], args: list[str | int]) -> list[bytes]:
-        self.keys, self.arguments = keys, args
-        return [b"not mine"]
-
-
 def populate(client: Any, keys: Keys, size: int) -> None:
-    """Take ``size`` leases for ``WORKERS`` living workers on other machines, with their deliveries."""
+    """Write ``size`` leases of ``WORKERS`` living workers on other machines, with their deliveries."""
     sessions = RedisSessionStore(client, keys, ttl=LONG, address="")
     for n in range(WORKERS):
         host = ProcessIdentity(host=f"host-{n}", pid=1, started="1")
         sessions.beat(Session(name=f"worker-{n}", node=f"worker-{n}", identity=host), join=True)
-    recorder: Any = _Recorder()
-    _lease_store(recorder, keys, ttl=LONG).acquire(_start("<ID>", token="<TOKEN>", session="<SESSION>", tag="<TAG>"))
-    script = client.register_script(POPULATE.replace("@acquire@", source(PACKAGE, "acquire")))
-    written = 0
-    for first in range(0, size, PAGE):
-        last = min(first + PAGE, size) - 1
-        written += script(keys=recorder.keys, args=[first, last, WORKERS, keys.owned("<SESSION>"), *recorder.arguments])
-    found = (client.zcard(keys.index), client.hlen(keys.inflight), client.hlen(UNACKED.unacked), written)
-    if found != (size,) * 4 or not client.exists(keys.lease("task-0"), keys.journal("task-0")):
+    write = client.register_script(WRITE_PAGE)
+    for page, first in enumerate(range(0, size, PAGE)):
+        _write(write, keys, first, min(first + PAGE, size) - 1, session=f"worker-{page % WORKERS}")
+    found = (client.zcard(keys.index), client.hlen(keys.inflight), client.hlen(UNACKED.unacked))
+    if found != (size,) * 3:
         raise click.ClickException(f"{size} leases were to be written, not {found}")
+
+
+def _write(write: Any, keys: Keys, first: int, last: int, *, session: str) -> None:
+    about = record.encode(_start("", token="", session=session))
+    write(
+        keys=[
+            keys.lease(""),
+            keys.journal(""),
+            keys.inflight,
+            keys.index,
+            keys.held(session),
+            UNACKED.unacked,
+            UNACKED.index,
+            keys.owned(session),
+        ],
+        args=[first, last, session, milliseconds(LONG), milliseconds(JOURNAL_TTL), about],
+    )
+
+
+def check_format(client: Any, keys: Keys) -> None:
+    """Compare a lease as it is written here with one that was taken, in an empty database, which is left empty.
+
+    Raises:
+        click.ClickException: they differ: the store has got another format since.
+    """
+    _write(client.register_script(WRITE_PAGE), keys, 0, 0, session="worker-0")
+    written = _shape(client, keys, "task-0", "token-0")
+    client.flushdb()
+    _lease_store(client, keys, ttl=LONG).acquire(_start("task-1", token="token-1", session="worker-0"))
+    taken = _shape(client, keys, "task-1", "token-1")
+    client.flushdb()
+    if written != taken:
+        raise click.ClickException(f"leases are kept in another format by now: {taken}, and not {written}")
+
+
+def _shape(client: Any, keys: Keys, task_id: str, token: str) -> dict[str, object]:
+    """All that is kept of one lease, with the names taken out that differ from lease to lease."""
+    lease = {name.decode(): value.decode() for name, value in client.hgetall(keys.lease(task_id)).items()}
+    inflight = record.InFlight.decode(client.hget(keys.inflight, task_id).decode())
+    fence = int(lease.pop("fence"))
+    return {
+        "keys": sorted(key.decode().replace(task_id, "ID") for key in client.scan_iter(f"*{task_id}")),
+        "lease": {name: value.replace(token, "TOKEN") for name, value in lease.items()},
+        "inflight": (inflight.token == token, inflight.session, inflight.fence == fence, inflight.task_name),
+        "journal": client.zscore(keys.journal(task_id), token) == fence,
+        "held": client.sismember(keys.held("worker-0"), task_id),
+        "indexed": abs(client.zscore(keys.index, task_id) - inflight.acquired_ms - milliseconds(LONG)) < 1000,
+        "expire": [round(client.ttl(key) / 60) for key in (keys.lease(task_id), keys.journal(task_id))],
+    }
 
 
 def _lease_store(client: Any, keys: Keys, *, ttl: timedelta) -> RedisLeaseStore:
@@ -167,6 +201,7 @@ def make_fleet(stage: Stage, database: int, size: int) -> Fleet:
     plugin: Plugin = install(app)
     stores = plugin.open_stores()
     client = stage.client(database)
+    check_format(client, plugin.keys)
     began = time.monotonic()
     populate(client, plugin.keys, size)
     progress(f"{size} live leases written in {time.monotonic() - began:.0f} s")
@@ -181,13 +216,20 @@ def make_fleet(stage: Stage, database: int, size: int) -> Fleet:
         time.sleep(0.005)
 
     reaper = reaper_of(plugin, stores, lambda: me)
-    return Fleet(size=size, stores=stores, reaper=reaper, me=me, expire=expire)
+    return Fleet(
+        size=size,
+        stores=stores,
+        reaper=reaper,
+        me=me,
+        expire=expire,
+        end_grace=lambda: client.delete(plugin.keys.grace),
+    )
 
 
 def figures(fleets: list[Fleet]) -> list[Figure]:
     """Each size, and the largest beside the smallest."""
     found: list[Figure] = []
-    for name, about in (("idle", "none expired"), ("healing", f"{EXPIRED} expired")):
+    for name, about, at_most in (("idle", "none expired", RATIO), ("healing", f"{EXPIRED} expired", None)):
         medians = []
         for fleet in fleets:
             milliseconds = [seconds * 1000 for seconds in getattr(fleet, name)]
@@ -198,7 +240,7 @@ def figures(fleets: list[Fleet]) -> list[Figure]:
                 name=f"{name}_ratio",
                 about=f"{about}: {fleets[-1].size:,} against {fleets[0].size:,}, ratio of medians",
                 value=medians[-1] / medians[0],
-                at_most=RATIO,
+                at_most=at_most,
             )
         )
     return found
@@ -221,7 +263,7 @@ def main(rounds: int, quick: bool, as_json: bool) -> None:
         machine = describe_machine(stage.client())
         fleets = [make_fleet(stage, database, size) for database, size in enumerate(sizes)]
         for fleet in fleets:
-            fleet.sweep(stalls=0)  # the first one connects and loads the scripts
+            fleet.warm_up()
         for _ in range(rounds):
             for fleet in fleets:
                 fleet.idle.append(fleet.sweep(stalls=0))

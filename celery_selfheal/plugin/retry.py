@@ -10,7 +10,6 @@ from contextlib import contextmanager, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
-from kombu.connection import Connection
 from kombu.utils.json import dumps
 
 from celery_selfheal.backoff import (
@@ -23,6 +22,7 @@ from celery_selfheal.classify import Verdict
 from celery_selfheal.clock import utc_now
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.plugin.brokers.layout import RedisLayout, list_of, queue_of
+from celery_selfheal.plugin.brokers.unsent import message_of
 from celery_selfheal.sessions.redis import RedisDeliveryStore
 
 logger = logging.getLogger("celery_selfheal")
@@ -148,7 +148,7 @@ def replace_delivery(
     Raises:
         StoreError: Redis did not answer; a repeat is safe.
     """
-    message = _message_of(app, attempt.signature)
+    message = message_of(app, attempt.signature)
     held = deliveries.named(session, [tag])
     if not held:
         return False
@@ -162,31 +162,6 @@ def replace_delivery(
         dead=False,
         front=False,
     )
-
-
-def _message_of(app: Any, signature: Any) -> dict[str, Any]:
-    """The message that Celery would send to a Redis list.
-
-    It is caught on a channel in memory, where kombu does everything that it does for Redis but the sending: so the
-    broker is asked once, by our one step, and no patience of kombu's comes in between.
-    """
-    caught: list[dict[str, Any]] = []
-    options = dict(app.conf.broker_transport_options)
-    with Connection("memory://", transport_options=options) as connection:  # type: ignore[no-untyped-call]  # kombu is untyped
-        channel = connection.default_channel
-
-        def basic_publish(message: dict[str, Any], exchange: str, routing_key: str, **options: Any) -> None:
-            if caught:
-                # Not the task, but the event that it was sent (task_send_sent_event).
-                with app.producer_or_acquire() as producer:
-                    producer.channel.basic_publish(message, exchange=exchange, routing_key=routing_key, **options)
-                return
-            channel._inplace_augment_message(message, exchange, routing_key)
-            caught.append(message)
-
-        channel.basic_publish = basic_publish
-        signature.apply_async(producer=app.amqp.Producer(channel), declare=[], retry=False)
-    return caught[0]
 
 
 def _queue_named_by(app: Any, route: Mapping[str, Any]) -> str | None:

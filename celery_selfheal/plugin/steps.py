@@ -29,6 +29,11 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
 
     requires = ("celery.worker.components:Pool",)
 
+    def __init__(self, parent: Any, **kwargs: Any) -> None:
+        super().__init__(parent, **kwargs)
+        # Before the pool forks.
+        _store_results_again_and_again(parent.app.conf)
+
     def start(self, parent: Any) -> None:
         """Check the settings once more, and begin to beat.
 
@@ -112,6 +117,15 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         plugin = plugin_of(c.app)
         if plugin.worker is not None:
             plugin.worker.stop()
+
+
+def _store_results_again_and_again(conf: Any) -> None:
+    """Let no backend that is away make a failure of a body that succeeded, unless the user has set it otherwise.
+
+    With threads or greenlets Celery would even take such a start for one that still runs, for ever.
+    """
+    if not conf.value_set_for("result_backend_always_retry"):
+        conf.result_backend_always_retry = True
 
 
 def _dead_letter_unreadable(c: Any, worker: Worker) -> None:

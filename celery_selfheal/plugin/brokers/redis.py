@@ -177,6 +177,9 @@ class ReliableFetch:
         try:
             payload = json.loads(message)
             payload["properties"]["delivery_tag"] = tag
+            if not isinstance(payload["body"], str):
+                # Celery would fall over it when it reports that it cannot decode it, and the worker would end.
+                raise TypeError(f"its body is no text but {type(payload['body']).__name__}")
         except (ValueError, TypeError, KeyError, RecursionError) as exc:
             self._refuse(tag, queue, exc)
             return

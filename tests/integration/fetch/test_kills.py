@@ -19,7 +19,6 @@ SETTLED_SECONDS = 1.0
 
 def busy_kills(mill: Mill, rounds: int) -> None:
     """Kill one busy worker after the other, each a random moment after its first start; then let one do the rest."""
-    print(f"seed {SEED}")
     chance = random.Random(SEED)
     mill.start_healer()
     for n in range(rounds):
@@ -64,8 +63,8 @@ def wait_settled(mill: Mill) -> None:
 
 def check_none_lost(mill: Mill, rounds: int, record_property: Callable[[str, object], None]) -> None:
     mill.wait_drained()
-    starts = mill.diary.ids("start")
-    record_property("figures", f"{rounds} kills, {len(mill.sent)} messages, {len(starts) - len(mill.sent)} second starts")
+    again = len(mill.diary.ids("start")) - len(mill.sent)
+    record_property("figures", f"{rounds} kills (seed {SEED}), {len(mill.sent)} messages, {again} second starts")
     assert mill.lost() == set()
     assert mill.dead() == []
     assert set(mill.diary.ids("end")) == set(mill.sent)
@@ -133,5 +132,5 @@ def test_the_same_kills_lose_messages_on_celery_as_it_is(
     wait_settled(mill)
 
     lost = mill.lost()
-    record_property("figures", f"{count} kills, {len(mill.sent)} messages, {len(lost)} lost")
+    record_property("figures", f"{count} kills (seed {SEED}), {len(mill.sent)} messages, {len(lost)} lost")
     assert lost

@@ -53,13 +53,12 @@ def test_a_broadcast_reaches_every_worker_before_and_after_they_idle(new_mill: C
         }
     )
     workers = [mill.start(f"w{n}", queues=f"{QUEUE},news") for n in range(2)]
-    to_all = {"exchange": "news", "routing_key": "", "declare": [mill.app.amqp.queues["news"]]}
     # To the news, and to what remote control says.
     mill.wait("both listen", lambda: sum(int(one["psub"]) for one in mill.redis.client_list()) == 2 * 2)
 
     for _ in range(2):
         mill.wait_idle(workers=2)
-        (news,) = mill.send(1, task="hear", **to_all)
+        (news,) = mill.send(1, task="hear", queue="news")
         mill.wait("both hear", lambda news=news: mill.diary.ids("end").count(news) == 2)
         mill.wait_ended(mill.send(4))
 

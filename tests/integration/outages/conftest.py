@@ -28,11 +28,11 @@ def proxy(server: RedisServer) -> Iterator[TcpProxy]:
 
 @pytest.fixture
 def new_crew(server: RedisServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Crew]]:
-    """Makes a crew with other keys, databases or lease servers. If the test fails, their logs are in its report."""
+    """Makes a crew with other servers, databases or keys. If the test fails, their logs are in its report."""
     crews: list[Crew] = []
 
     def make(**options: Any) -> Crew:
-        crews.append(Crew(server, tmp_path, **options))
+        crews.append(Crew(options.pop("server", server), tmp_path, **options))
         return crews[-1]
 
     try:

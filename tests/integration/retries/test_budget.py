@@ -26,7 +26,7 @@ def test_retries_above_the_budget_wait_longer_but_none_is_lost(new_bank: Callabl
     over = int(bank.redis.hget(bank.keys.counters, "over_budget|bank.fail_later") or 0)
     # On a slow machine some tokens come back while the first retries are still being made.
     assert 0 < over <= OVER
-    assert worker.log_text().count("the retry budget is used up") == over
+    assert worker.log_text().count("parked: bank.fail_later") == over
     retried = sorted(entry.at for entry in bank.entries("start") if entry.retries == 1)
     for n in range(AT_ONCE, len(TASKS)):
         assert retried[n] - retried[0] >= (n - AT_ONCE) / PER_SECOND

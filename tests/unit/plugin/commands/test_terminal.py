@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import logging
-import sys
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
 
 import pytest
 
@@ -18,15 +18,6 @@ class Terminal(io.StringIO):
 
 
 @pytest.fixture
-def screen(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    screen = Terminal()
-    monkeypatch.setattr(sys, "stdout", screen)
-    monkeypatch.setattr(sys, "stderr", screen)
-    monkeypatch.setenv("COLUMNS", "60")
-    return screen
-
-
-@pytest.fixture
 def no_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(terminal, "_rich", lambda module: None)
 
@@ -35,16 +26,20 @@ def rows(count: int = 1) -> Iterator[tuple[object, ...]]:
     return ((f"a{n}", "[bold]x[/bold]\x1b[31m\n") for n in range(count))
 
 
-def test_a_table_on_a_terminal_shows_payloads_as_they_are(screen: Terminal) -> None:
-    assert terminal.print_table(["id", "text"], rows()) == 1
+def test_a_table_on_a_terminal_shows_payloads_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+
+    with redirect_stdout(Terminal()) as screen:
+        assert terminal.print_table(["id", "text"], rows()) == 1
 
     assert "[bold]x[/bold]\\x1b[31m\\n" in screen.getvalue()
     assert "\x1b[31m" not in screen.getvalue()
 
 
 @pytest.mark.usefixtures("no_rich")
-def test_without_rich_a_terminal_gets_plain_lines(screen: Terminal) -> None:
-    terminal.print_table(["id", "text"], rows())
+def test_without_rich_a_terminal_gets_plain_lines() -> None:
+    with redirect_stdout(Terminal()) as screen:
+        terminal.print_table(["id", "text"], rows())
 
     assert screen.getvalue() == "id  text\na0  [bold]x[/bold]\\x1b[31m\\n\n"
 
@@ -63,16 +58,12 @@ def test_no_rows_are_no_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-def test_a_bar_is_shown_on_a_terminal_only(screen: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
-    with terminal.progress_bar("replay", total=10) as move:
+@pytest.mark.parametrize(("stream", "shown"), [(Terminal, True), (io.StringIO, False)])
+def test_a_bar_is_shown_on_a_terminal_only(stream: type[io.StringIO], shown: bool) -> None:
+    with redirect_stderr(stream()) as screen, terminal.progress_bar("replay", total=10) as move:
         move(5)
-    assert "replay" in screen.getvalue()
 
-    pipe = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", pipe)
-    with terminal.progress_bar("replay", total=10) as move:
-        move(5)
-    assert pipe.getvalue() == ""
+    assert ("replay" in screen.getvalue()) is shown
 
 
 def test_audit_lines_go_to_a_logging_that_is_set_up(monkeypatch: pytest.MonkeyPatch) -> None:
