@@ -355,8 +355,12 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         """Try for one TTL; then the message goes back uncounted, and the worker takes none until the store answers."""
         give_up_at = monotonic() + patience.total_seconds()
         while True:
+            # Read before the call: a process that was stopped in it must not trust an answer older than the TTL.
+            asked_at = monotonic()
             try:
-                return leases.acquire(start)
+                outcome = leases.acquire(start)
+                if monotonic() - asked_at < patience.total_seconds():
+                    return outcome
             except StoreError as exc:
                 if monotonic() >= give_up_at:
                     logger.warning("%s[%s] is handed back: %s", self.name, start.task_id, exc)
