@@ -55,6 +55,7 @@ class Reaper:
         session: The worker whose thread sweeps; it competes for the lead of the fleet. ``None`` sweeps at once.
         deliveries: ``None`` where the broker redelivers by itself.
         lead: How long a leader leads without sweeping.
+        may_judge_leases: ``False`` while a lease that has run out proves nothing, since its store was away.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Reaper:
         session: Callable[[], Session | None],
         lead: timedelta,
         tell: Observer,
+        may_judge_leases: Callable[[], bool] = lambda: True,
         is_gone: Callable[[witness.ProcessIdentity], bool | None] = witness.is_gone,
     ) -> None:
         self._sessions = sessions
@@ -78,6 +80,7 @@ class Reaper:
         self._session = session
         self._lead_ms = round(lead.total_seconds() * 1000)
         self._tell = tell
+        self._may_judge_leases = may_judge_leases
         self._is_gone = is_gone
 
     def sweep(self) -> SweepReport:
@@ -96,7 +99,7 @@ class Reaper:
         for peer in dead.values():
             self._heal_session(peer, report)
         if census.lead:
-            if not census.grace:
+            if not census.grace and self._may_judge_leases():
                 self._heal_expired_leases(report)
             self._heal_unowned(report)
         return report

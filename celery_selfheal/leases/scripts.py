@@ -54,13 +54,18 @@ class Script:
         with answering(self._address, self._name):
             return self._script(keys=list(keys), args=list(arguments))
 
-    def each(self, calls: Sequence[tuple[Sequence[str], Sequence[ScriptArgument]]]) -> list[Any]:
+    def each(
+        self, calls: Sequence[tuple[Sequence[str], Sequence[ScriptArgument]]], *, unseen: bool = False
+    ) -> list[Any]:
         """Run it once for each pair of keys and arguments, each by itself, in one round trip.
+
+        Args:
+            unseen: Nobody sees a part of them done.
 
         Raises:
             StoreError: Redis did not answer, or refused one of them; each of the others has run or not.
         """
-        with answering(self._address, self._name), self._client.pipeline(transaction=False) as pipe:
+        with answering(self._address, self._name), self._client.pipeline(transaction=unseen) as pipe:
             for keys, arguments in calls:
                 self._script(keys=list(keys), args=list(arguments), client=pipe)
             return list(pipe.execute())

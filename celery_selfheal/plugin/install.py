@@ -202,7 +202,7 @@ def selfheal_schedule(interval: float = 10.0) -> dict[str, dict[str, Any]]:
     }
 
 
-def reaper_of(plugin: Plugin, stores: Stores, session: Any) -> Any:
+def reaper_of(plugin: Plugin, stores: Stores, session: Any, **options: Any) -> Any:
     """A reaper on ``stores``; ``session`` tells who competes for the lead."""
     from celery_selfheal.agents.reaper import Reaper
 
@@ -215,6 +215,7 @@ def reaper_of(plugin: Plugin, stores: Stores, session: Any) -> Any:
         session=session,
         lead=plugin.settings.reaper_interval * 2,
         tell=plugin.tell,
+        **options,
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +19,8 @@ from celery_selfheal.redis_url import is_redis, make_client, same_server, withou
 from celery_selfheal.retry_budget import RetryBudget
 from celery_selfheal.sessions.redis import RedisDeliveryStore, RedisSessionStore, message_of
 from celery_selfheal.settings import SelfHealSettings
+
+logger = logging.getLogger("celery_selfheal")
 
 CLIENT_RETRIES = 3  # with the socket timeout of a third of the TTL they end before a lease does
 
@@ -157,7 +160,15 @@ class UnownedDeliveries:
             session = session_of_tag(tag)
             if session is not None and self._deliveries.is_owned(tag, session):
                 continue
-            message, exchange, routing_key = _take_apart(entry)
+            if not entry:
+                # Nothing is left of it but its place in the index, which this takes away.
+                self._deliveries.restore_unowned(tag, entry, lists=(), visibility_timeout=timeout)
+                continue
+            try:
+                message, exchange, routing_key = _take_apart(entry)
+            except (ValueError, TypeError) as exc:
+                logger.error("delivery %s cannot be restored, its entry is of no form that we know: %s", tag, exc)
+                continue
             envelope = Envelope.decode(message)
             lists = self._lists(exchange, routing_key, envelope)
             if lists and self._deliveries.restore_unowned(
@@ -170,6 +181,10 @@ class UnownedDeliveries:
         # Kombu knows the bindings; a lookup that finds none must restore nothing, or the message would vanish.
         with self._app.connection_for_read() as connection:
             channel = connection.default_channel
+            for queue in self._app.amqp.queues.values():
+                # A new channel finds the bindings in Redis, but takes every exchange that it does not know for direct.
+                if queue.exchange is not None and queue.exchange.name:
+                    queue.exchange(channel).declare()
             queues = channel._lookup(exchange, routing_key) if exchange else [routing_key]
             priority = channel._get_message_priority(envelope.fields or {"properties": {}}, reverse=False)
             return [self._layout.prefix + channel._q_for_pri(queue, priority) for queue in queues if queue]
@@ -180,7 +195,7 @@ def _take_apart(entry: bytes) -> tuple[bytes, str, str]:
 
     try:
         message, exchange, routing_key = json.loads(entry)
-    except ValueError:
+    except (ValueError, TypeError, RecursionError):
         # Ours, and its message is no JSON: cut it out undecoded.
         queue = entry[entry.rindex(b',"","') + 5 : -1]
         return message_of(entry), "", json.loads(b'"' + queue.lstrip(b'"'))

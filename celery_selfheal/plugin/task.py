@@ -64,6 +64,7 @@ class _Running:
         retries: Next attempts that the body asked for; sent when it has ended.
         asks_retry: ``self.retry()`` is under way: its signature is ours to send.
         gave_up: What ``self.retry()`` raised when it found its attempts used up.
+        is_disowned: The message is somebody else's now, and its next attempt, too.
     """
 
     start: Start
@@ -72,6 +73,7 @@ class _Running:
     retries: list[NextAttempt] = field(default_factory=list)
     asks_retry: bool = False
     gave_up: Exception | None = None
+    is_disowned: bool = False
 
 
 class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
@@ -278,9 +280,10 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             try:
                 running.leases.release(
                     running.start,
-                    ended=True,
+                    # A marker that all is done would make whoever has the message now drop it.
+                    ended=not running.is_disowned,
                     # An eager start has no message of which a copy could come.
-                    marker=not unfinished and not requeued and not self.request.is_eager,
+                    marker=not (unfinished or requeued or running.is_disowned or self.request.is_eager),
                     state=(state or "raised").lower(),
                     # Failures and rejections are settled by main, from the raw message.
                     acknowledge=not unfinished and state in (states.SUCCESS, states.RETRY, states.IGNORED),
@@ -415,6 +418,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
                         raise Reject(str(exc), requeue=True) from exc
                     sleep(jitter().uniform(*STORE_PAUSE_SECONDS))
             if not sent:
+                running.is_disowned = True
                 raise Ignore("the message was given to another worker, which retries by itself")
 
     def _send_retry(self, plugin: Plugin, attempt: NextAttempt, start: Start, *, in_place: bool) -> bool:

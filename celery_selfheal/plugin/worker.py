@@ -77,7 +77,9 @@ class Worker:
             new_session=self._new_session,
             together=stores.together,
         )
-        self._reaper: Reaper = reaper_of(plugin, stores, lambda: self.heartbeat.session)
+        self._reaper: Reaper = reaper_of(
+            plugin, stores, lambda: self.heartbeat.session, may_judge_leases=self._has_heard_the_store_for_a_ttl
+        )
         self._ticker = Ticker(
             [
                 Step("heartbeat", self._answering(self._beat), self._settings.heartbeat_interval),
@@ -454,6 +456,10 @@ class Worker:
             return again
 
         return run
+
+    def _has_heard_the_store_for_a_ttl(self) -> bool:
+        # Leases may live on a server of their own, which knows no pulse of the fleet: all others must have beaten, too.
+        return utc_now().timestamp() - self._silent_at > self._settings.lease_ttl.total_seconds()
 
     def _new_session(self) -> Session:
         return Session(

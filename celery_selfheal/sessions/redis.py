@@ -146,7 +146,9 @@ class RedisDeliveryStore:
                         [delivery.tag, "dead" if dead else "mine", "front" if front else "back", message],
                     )
                     for delivery, message in moves
-                ]
+                ],
+                # A fetch in the middle of it would take the newest first: each goes in front of the one before.
+                unseen=True,
             )
         ]
 

@@ -1,6 +1,6 @@
 -- Put back one delivery that has no owner record and whose visibility timeout has passed, once.
 --
--- KEYS[1]  unacked   KEYS[2]  unacked_index   KEYS[3...]  the lists to push to, one a queue
+-- KEYS[1]  unacked   KEYS[2]  unacked_index   KEYS[3...]  the lists to push to, one a queue; without one it stays
 -- ARGV[1]  delivery tag   ARGV[2]  visibility timeout, seconds   ARGV[3]  the message
 -- Returns  1, or 0 when it is settled already or not due
 local score = redis.call('ZSCORE', KEYS[2], ARGV[1])
@@ -9,6 +9,9 @@ if not score or tonumber(score) > tonumber(redis.call('TIME')[1]) - tonumber(ARG
 end
 if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then
   redis.call('ZREM', KEYS[2], ARGV[1])
+  return 0
+end
+if #KEYS == 2 then
   return 0
 end
 for n = 3, #KEYS do

@@ -15,6 +15,7 @@ from kombu.utils.json import dumps
 from celery_selfheal import headers as names
 from celery_selfheal.agents.dead_letters import DeadLetter, Entry, Outcome
 from celery_selfheal.errors import StoreError
+from celery_selfheal.plugin.brokers.taking import take
 from celery_selfheal.plugin.publisher import Publisher, copy_of
 
 PAGE_SIZE = 100
@@ -75,17 +76,12 @@ class _Reading:
             self._channel = self._connection.channel()
         # Not beyond what was there when it began: what comes meanwhile is for the next pass.
         while left > 0:
-            page = []
+            wanted = min(left, PAGE_SIZE)
             with answering(self._connection, "list"):
-                for _ in range(min(left, PAGE_SIZE)):
-                    message = self._ahead.pop(0) if self._ahead else self._take()
-                    left -= 1
-                    if message is None:
-                        left = 0
-                        break
-                    entry = self._enter(message)
-                    if entry is not None:
-                        page.append(entry)
+                messages, self._ahead = self._ahead[:wanted], self._ahead[wanted:]
+                messages += self._take(wanted - len(messages))
+                page = [entry for entry in map(self._enter, messages) if entry is not None]
+            left = left - wanted if len(messages) == wanted else 0
             if page:
                 yield page
 
@@ -122,11 +118,8 @@ class _Reading:
         with suppress(Exception):
             channel.close()
 
-    def _take(self) -> Any:
-        message = self._channel.basic_get(queue=self._queue, no_ack=False)
-        to_python = getattr(self._channel, "message_to_python", None)
-        # Not by kombu's own way, which raises for a message that it cannot decode.
-        return message if message is None or to_python is None else to_python(message)
+    def _take(self, count: int) -> list[Any]:
+        return take(self._connection, self._channel, self._queue, count=count)
 
     def _enter(self, message: Any) -> Entry | None:
         """The entry of a message; ``None`` for the twin of one that was there before."""
@@ -160,9 +153,7 @@ class _Reading:
         Else the end of the channel overtakes those that a quorum queue has not got to yet.
         """
         self._unsynced_acks = 0
-        message = self._take()
-        if message is not None:
-            self._ahead.append(message)
+        self._ahead += self._take(1)
 
     def _origin_of(self, letter: DeadLetter) -> tuple[str, str]:
         """Exchange and routing key that lead to the queue of its origin, and to no other."""

@@ -110,6 +110,7 @@ class ReliableFetch:
         queues = channel._queue_cycle.consume(len(channel.active_queues))
         if not queues:
             return
+        self._idle.counts(len(queues) * len(channel.priority_steps))
         if not self._worker.may_fetch:
             self._idle.not_now(NO_SESSION_PAUSE_SECONDS)
         if self._idle.must_wait():

@@ -105,6 +105,7 @@ class Idle:
         self._hub = hub
         self._next_look = 0.0
         self._looks = 0
+        self._lists = 0
         self._uses: Counter[str] = Counter()
         self._watched: str | None = None
         self._watched_fd: int | None = None
@@ -134,6 +135,11 @@ class Idle:
     def not_now(self, seconds: float) -> None:
         """Taking is not allowed at present: no look before ``seconds``, whatever comes."""
         self._put_off(seconds)
+
+    def counts(self, lists: int) -> None:
+        """So many lists are to be looked at: where a queue was added, the last look says nothing about it."""
+        if lists != self._lists:
+            self._lists, self._next_look = lists, 0.0
 
     def must_wait(self) -> bool:
         """Whether it is too early to look. Without an event loop this waits, and then it never is."""

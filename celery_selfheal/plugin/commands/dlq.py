@@ -15,7 +15,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_selfheal.agents.dead_letters import DeadLetter, printable
 from celery_selfheal.agents.replay import ReplayReport
 from celery_selfheal.dead_letter import Reason
-from celery_selfheal.plugin.commands.options import Duration, as_json, with_plain_errors
+from celery_selfheal.plugin.commands.options import Duration, app_of, as_json, with_plain_errors
 from celery_selfheal.plugin.commands.terminal import print_table, progress_bar, show_audit_lines
 from celery_selfheal.plugin.dead_letters import DeadLetterQueue, FilterOptions
 
@@ -69,7 +69,7 @@ def list_(ctx: Any, queue: str | None, limit: int | None, as_json: bool, **optio
 
     Without --limit the first 100 are shown, with --json all.
     """
-    letters = DeadLetterQueue(ctx.obj.app, queue)
+    letters = DeadLetterQueue(app_of(ctx), queue)
     filters, ids = _filters(**options)
     found = _Counted(letters.list(limit=limit or (None if as_json else LISTED), **filters))
     if as_json:
@@ -86,7 +86,7 @@ def list_(ctx: Any, queue: str | None, limit: int | None, as_json: bool, **optio
 @as_json
 def show(ctx: Any, queue: str | None, task_id: str, as_json: bool) -> None:
     """Show all that is known of one dead letter, its message included."""
-    letter = DeadLetterQueue(ctx.obj.app, queue).get(task_id)
+    letter = DeadLetterQueue(app_of(ctx), queue).get(task_id)
     if letter is None:
         raise click.ClickException(f"no dead letter has the id {printable(task_id)}")
     if as_json:
@@ -130,7 +130,7 @@ def replay(
     what is left, and nothing is lost or sent twice. Exit status 1: one that was meant was not there, was refused since
     it was replayed too often, or has no queue to go to any more.
     """
-    letters = DeadLetterQueue(ctx.obj.app, queue)
+    letters = DeadLetterQueue(app_of(ctx), queue)
     filters, ids = _filters(**options)
     report = ReplayReport()
     show_audit_lines()
@@ -163,7 +163,7 @@ def drop(
     ctx: Any, queue: str | None, limit: int | None, dry_run: bool, yes: bool, as_json: bool, **options: Any
 ) -> None:
     """Delete dead letters for good. Asks first, unless --id or --yes is given."""
-    letters = DeadLetterQueue(ctx.obj.app, queue)
+    letters = DeadLetterQueue(app_of(ctx), queue)
     filters, ids = _filters(**options)
     if not (dry_run or yes or ids):
         if as_json or not sys.stdin.isatty():
@@ -189,7 +189,7 @@ def export(ctx: Any, queue: str | None, limit: int | None, as_json: bool, **opti
     properties. Nothing is taken out of the queue.
     """
     filters, ids = _filters(**options)
-    lines = _Counted(DeadLetterQueue(ctx.obj.app, queue).export(limit=limit, **filters))
+    lines = _Counted(DeadLetterQueue(app_of(ctx), queue).export(limit=limit, **filters))
     if as_json:
         _print_array(map(json.loads, lines))
     else:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 import click
+from celery import Celery, _state
 
 from celery_selfheal.errors import SelfHealError
 
@@ -37,6 +38,14 @@ class Duration(click.ParamType):  # type: ignore[type-arg]  # generic from click
 
 
 as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on standard output.")
+
+
+def app_of(ctx: Any) -> Celery:
+    """The application that ``-A`` names: that of a bare ``celery`` has no queues that anybody means."""
+    app: Celery = ctx.obj.app
+    if app is _state.default_app:
+        raise click.UsageError("say which application: celery -A proj selfheal ...")
+    return app
 
 
 def with_plain_errors(command: _F) -> _F:

@@ -66,17 +66,15 @@ def test_a_pool_that_grows_and_shrinks_loses_and_doubles_nothing(crew: Crew, mon
     check_each_ran_once(crew, tasks)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "gevent"])
-def test_celery_s_own_heartbeat_and_gossip_may_be_off(pool: str, crew: Crew) -> None:
+def test_celery_s_own_heartbeat_and_gossip_may_be_off(crew: Crew) -> None:
     """The harness always leaves gossip and mingle out; here goes the third."""
     crew.settings = {"selfheal_lease_ttl": 1.5, "selfheal_heartbeat_interval": 0.5, "selfheal_reaper_interval": 0.2}
-    victim = crew.start("w0", pool=pool, args=["--without-heartbeat"])
+    victim = crew.start("w0", args=["--without-heartbeat"])
     gate = crew.gate()
     run = crew.load("running", gate)
     crew.wait_started([run])
-    # One only: a full pool of greenlets keeps the consumer from taking more.
-    wait = [crew.ship("reserved")]
-    crew.wait_held(2)
+    wait = [crew.ship(f"reserved-{n}") for n in range(3)]
+    crew.wait_held(4)
     crew.start("w1", args=["--without-heartbeat"])
     (started,) = crew.diary.starts(run)
 

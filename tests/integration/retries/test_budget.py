@@ -8,7 +8,7 @@ from integration.retries.crew import Bank
 
 PER_SECOND = 1
 AT_ONCE = 60 * PER_SECOND
-OVER = 10
+OVER = 7
 TASKS = [f"pay-{n}" for n in range(AT_ONCE + OVER)]
 
 

@@ -55,7 +55,7 @@ def revive(worker: WorkerProcess) -> None:
 
 
 def test_no_retry_is_lost_or_doubled_when_workers_are_killed(new_bank: Callable[[], Bank]) -> None:
-    kill_in_a_crowd(new_bank(), tasks=40, kills=3)
+    kill_in_a_crowd(new_bank(), tasks=30, kills=2)
 
 
 @pytest.mark.slow

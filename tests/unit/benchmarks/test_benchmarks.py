@@ -17,7 +17,7 @@ def _from_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
 
 
-@pytest.mark.parametrize("name", ["recovery", "roundtrips", "sweep", "throughput"])
+@pytest.mark.parametrize("name", ["latency", "recovery", "roundtrips", "sweep", "throughput"])
 def test_each_benchmark_says_how_it_is_used(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
 

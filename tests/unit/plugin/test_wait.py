@@ -139,6 +139,7 @@ class Looker:
         self.message: str | None = None
 
     def turn(self) -> None:
+        self.idle.counts(len(self.lists))
         if self.idle.must_wait():
             return
         self.looks.append(self.world.now)
@@ -341,3 +342,17 @@ def test_what_is_closed_watches_nothing(
 
     assert world.watched == set()
     assert not server.connections[-1].is_open
+
+
+def test_an_added_queue_is_looked_at_at_once_although_the_only_list_was_watched(
+    world: World, new_looker: Callable[[list[str]], Looker]
+) -> None:
+    """Else its first message waits for the clock that a watched list needs seldom."""
+    looker = new_looker(ONE)
+    world.run(0.5, looker.turn)
+    assert looker.idle.must_wait()
+
+    looker.lists = [*ONE, "added"]
+
+    looker.turn()
+    assert looker.looks[-1] == world.now

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 import pytest
-from celery import Celery
+from celery import Celery, _state
 from celery.bin.base import CLIContext
 from click.testing import CliRunner, Result
 
@@ -209,6 +209,15 @@ def test_another_queue_can_be_named(run: Callable[..., Result], bury: Callable[.
 )
 def test_wrong_usage_exits_with_2(run: Callable[..., Result], args: list[str]) -> None:
     assert run(*args).exit_code == 2
+
+
+def test_an_application_must_be_named(app: Celery, run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_state, "default_app", app)
+
+    result = run("list")
+
+    assert result.exit_code == 2
+    assert "-A proj" in result.stderr
 
 
 def test_a_broker_that_is_away_is_told_in_one_line(app: Celery, run: Callable[..., Result]) -> None:
