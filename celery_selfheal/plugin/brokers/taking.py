@@ -18,7 +18,7 @@ def take(connection: Any, channel: Any, queue: str, *, count: int) -> list[Any]:
     """
     if connection.transport.driver_name == "py-amqp" and count > 1:
         return _consume(connection, channel, queue, count)
-    found = []
+    found: list[Any] = []
     while len(found) < count:
         message = channel.basic_get(queue=queue, no_ack=False)
         if message is None:

@@ -324,6 +324,7 @@ def test_a_worker_that_may_take_nothing_is_woken_when_it_may_again(
     world: World, new_looker: Callable[[list[str]], Looker]
 ) -> None:
     looker = new_looker(ONE)
+    looker.idle.counts(len(ONE))
     looker.idle.not_now(0.1)
     began = world.now
 
