@@ -247,6 +247,15 @@ class Crew:
         """Whether the session has neither run out nor ended."""
         return bool(self.broker.exists(self.keys.session(session)))
 
+    def check_each_ran_once(self) -> None:
+        """No body started or ended twice, nobody was taken for dead, and no worker has died of it."""
+        assert set(self.diary.counts("start").values()) == {1}
+        assert set(self.diary.counts("end").values()) == {1}
+        for worker in self.workers:
+            log = worker.log_text()
+            assert worker.alive, log
+            assert "stalled" not in log, log
+
     def left(self) -> dict[str, object]:
         """All that must be gone when every task has ended; empty if it is."""
         left: dict[str, object] = {}

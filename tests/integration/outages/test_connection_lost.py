@@ -19,14 +19,6 @@ ACQUIRE = hashlib.sha1(source("celery_selfheal.leases", "acquire").encode(), use
 HEARTBEAT_SECONDS = 3.0  # the default
 
 
-def check_each_ran_once(crew: Crew) -> None:
-    assert set(crew.diary.counts("start").values()) == {1}
-    assert set(crew.diary.counts("end").values()) == {1}
-    for worker in crew.workers:
-        assert worker.alive
-        assert "stalled" not in worker.log_text()
-
-
 @pytest.mark.parametrize("pool", ["prefork", "threads", "gevent"])
 def test_what_runs_over_a_lost_connection_runs_once_and_what_waited_runs(
     pool: str, crew: Crew, proxy: TcpProxy
@@ -48,7 +40,7 @@ def test_what_runs_over_a_lost_connection_runs_once_and_what_waited_runs(
     crew.wait_ended([*run, *wait])
     crew.wait_nothing_left()
 
-    check_each_ran_once(crew)
+    crew.check_each_ran_once()
     assert {crew.result(task_id) for task_id in run} == {"loaded"}
 
 
@@ -71,7 +63,7 @@ def check_cuts(crew: Crew, proxy: TcpProxy, count: int) -> None:
         crew.wait_ended(batch)
     crew.wait_nothing_left()
 
-    check_each_ran_once(crew)
+    crew.check_each_ran_once()
     assert {crew.result(task_id) for task_id in tasks} == {"shipped"}
 
 
@@ -104,7 +96,7 @@ def check_lost_fetch(crew: Crew, proxy: TcpProxy) -> float:
 
     assert worker.wait_log("task recovered: depot.ship[taken]").endswith("forgotten")
     crew.wait_nothing_left()
-    check_each_ran_once(crew)
+    crew.check_each_ran_once()
     return crew.diary.starts("taken")[0].at - dropped
 
 
@@ -134,7 +126,7 @@ def test_a_step_whose_answer_was_lost_counts_once(step: bytes, crew: Crew, proxy
     crew.wait_ended(["lost"])
     crew.wait_nothing_left()
 
-    check_each_ran_once(crew)
+    crew.check_each_ran_once()
     assert crew.result("lost") == "shipped"
 
 

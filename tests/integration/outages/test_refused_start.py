@@ -8,9 +8,8 @@ import pytest
 
 from celery_selfheal.testing import RedisServer
 from celery_selfheal.testing.servers import free_port
-from integration.outages.crew import PATIENCE_SECONDS, Crew
+from integration.outages.crew import PATIENCE_SECONDS, SHORT_TTL, Crew
 
-SHORT_TTL = {"selfheal_lease_ttl": 3, "selfheal_heartbeat_interval": 1}  # so long it waits for the server
 NOBODY = f"redis://127.0.0.1:{free_port()}/0"
 
 
@@ -43,7 +42,7 @@ def check_no_traceback(crew: Crew) -> None:
     ids=["nobody there", "bad scheme", "bad database"],
 )
 def test_a_wrong_lease_server_is_named_by_its_setting(url: str, word: str, crew: Crew) -> None:
-    crew.settings = dict(SHORT_TTL, selfheal_redis_url=url)
+    crew.settings = dict(SHORT_TTL, selfheal_redis_url=url)  # for a TTL, it waits for the server
 
     check_refused(crew, "selfheal_redis_url", word)
     check_no_traceback(crew)
