@@ -76,6 +76,8 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         return result
 
     def _announce_revoked(self, reason: Any, terminated: Any, signum: Any, expired: Any) -> None:
+        if self._worker is not None and self.start is not None:
+            self._worker.acknowledges_at_once(self.start.tag)
         super()._announce_revoked(reason, terminated, signum, expired)
         if terminated:
             self._ended(state="revoked")

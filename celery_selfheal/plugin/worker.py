@@ -39,6 +39,7 @@ from celery_selfheal.ticker import Step, Ticker
 
 logger = logging.getLogger("celery_selfheal")
 
+BULK_SIZE = 100  # acknowledgements a call: what a busy worker collects in well under a second
 RESTART_JITTER = timedelta(milliseconds=300)  # tasks of one killed host must not restart at the same instant
 PUBLISH_PAUSE_SECONDS = 2.0  # between two tries of a dead letter that the broker does not confirm
 FAREWELL_PATIENCE = timedelta(seconds=10)
@@ -60,6 +61,8 @@ class Worker:
         self._messages: dict[str, weakref.ref[Any]] = {}
         self._pending: deque[Callable[[], None]] = deque()
         self._pending_tags: set[str] = set()
+        self._started_tags: set[str] = set()
+        self._acknowledged: deque[str] = deque()
         # Over all channels: a tag that came again would overwrite what an earlier channel's running task still holds.
         self._delivery_numbers = itertools.count(1)
         self._unconfirmed = _Unconfirmed(self, plugin)
@@ -143,6 +146,8 @@ class Worker:
         properties = dict(headers.get("properties") or {})
         properties[CONTEXT_KEY] = {**context, "start": asdict(start)}
         headers["properties"] = properties
+        if start.tag is not None:
+            self._started_tags.add(start.tag)
         self._requests[token] = weakref.ref(request, lambda _: self._requests.pop(token, None))
         return start
 
@@ -158,7 +163,12 @@ class Worker:
 
     def remember(self, tag: str, message: Any) -> None:
         """A delivery has come; it is known for as long as anybody holds its message."""
-        self._messages[tag] = weakref.ref(message, lambda _: self._messages.pop(tag, None))
+
+        def forget(_: object) -> None:
+            self._messages.pop(tag, None)
+            self._started_tags.discard(tag)
+
+        self._messages[tag] = weakref.ref(message, forget)
 
     def child_died(self, request: Any) -> None:
         """The process that ran ``request`` is gone: count the start and bring its message back."""
@@ -221,6 +231,25 @@ class Worker:
         """Whether the store left a call unanswered since a start was accepted (Unix seconds)."""
         return started is not None and self._silent_at >= started
 
+    def acknowledges_in_bulk(self, tag: str) -> bool:
+        """Take the acknowledgement over, if the delivery belongs to a start of ours.
+
+        Its release has settled the delivery in the same step, or left a done marker on which a copy ends: so one call
+        for many does, and a death before it costs nothing.
+        """
+        if tag not in self._started_tags:
+            return False
+        self._started_tags.discard(tag)
+        self._acknowledged.append(tag)
+        if len(self._acknowledged) == BULK_SIZE:
+            self._ticker.wake("settling")
+        return True
+
+    def acknowledges_at_once(self, tag: str | None) -> None:
+        """No start of ours has settled this delivery, nor will one."""
+        if tag is not None:
+            self._started_tags.discard(tag)
+
     def acknowledge_later(self, tag: str) -> None:
         """An acknowledgement did not go through: repeat it until it does."""
         self._later(lambda: self._acknowledge(tag), tag=tag)
@@ -253,7 +282,7 @@ class Worker:
 
     def tags(self) -> Iterable[str]:
         """Deliveries that somebody in this process still holds, or that wait to be settled."""
-        return [*self._messages, *self._pending_tags]
+        return {*self._messages, *self._pending_tags, *self._acknowledged}
 
     # -- steps, run in the ticker's thread
 
@@ -272,6 +301,7 @@ class Worker:
             self._hand_over(found.forgotten, reason="forgotten")
 
     def _settle(self) -> None:
+        self._acknowledge_in_bulk()
         for _ in range(len(self._pending)):
             settle = self._pending.popleft()
             try:
@@ -420,6 +450,13 @@ class Worker:
         session = session_of_tag(tag)
         if self._stores.deliveries is not None and session is not None:
             self._stores.deliveries.acknowledge(tag, session=session)
+
+    def _acknowledge_in_bulk(self) -> None:
+        tags = [self._acknowledged[n] for n in range(len(self._acknowledged))]
+        if tags and self._stores.deliveries is not None:
+            self._stores.deliveries.acknowledge_all(tags)
+        for _ in tags:
+            self._acknowledged.popleft()
 
     def _release(self, start: Start, *, ended: bool, marker: bool, state: str) -> None:
         self._stores.leases.release(start, ended=ended, marker=marker, state=state)

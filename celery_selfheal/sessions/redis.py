@@ -8,7 +8,7 @@ from typing import Any
 
 import redis
 
-from celery_selfheal.keys import Keys
+from celery_selfheal.keys import Keys, session_of_tag
 from celery_selfheal.leases.port import Renewal, Start
 from celery_selfheal.leases.redis import PACKAGE as LEASES
 from celery_selfheal.leases.redis import UnackedKeys, milliseconds, renewal_call
@@ -163,6 +163,18 @@ class RedisDeliveryStore:
             pipe.zrem(self._unacked.index, tag)
             pipe.hdel(self._unacked.unacked, tag)
             pipe.hdel(self._keys.owned(session), tag)
+            pipe.execute()
+
+    def acknowledge_all(self, tags: Sequence[str]) -> None:
+        """All of these deliveries are done, in one round trip. A repeat changes nothing."""
+        owners: dict[str, list[str]] = {}
+        for tag in tags:
+            owners.setdefault(session_of_tag(tag) or "", []).append(tag)
+        with answering(self._address, "acknowledge"), self._client.pipeline(transaction=True) as pipe:
+            pipe.zrem(self._unacked.index, *tags)
+            pipe.hdel(self._unacked.unacked, *tags)
+            for session, owned in owners.items():
+                pipe.hdel(self._keys.owned(session), *owned)
             pipe.execute()
 
     def overdue(self, *, visibility_timeout: timedelta, limit: int) -> list[tuple[str, bytes]]:

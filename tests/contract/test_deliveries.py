@@ -434,6 +434,20 @@ def test_many_are_settled_in_one_round_trip_each_with_its_own_answer(
 # -- acknowledge
 
 
+def test_many_are_acknowledged_in_one_round_trip_whoever_holds_them_and_no_other(
+    broker: Broker, deliveries: RedisDeliveryStore, client: redis.Redis
+) -> None:
+    broker.publish(b"1", b"2", b"3")
+    first, second, third = broker.take(), broker.take(), broker.take()
+
+    for _ in range(2):
+        deliveries.acknowledge_all([first, third, "gone/1"])
+
+    assert [delivery.tag for delivery in deliveries.owned("w1")] == [second]
+    assert client.hkeys(UNACKED.unacked) == [second.encode()]
+    assert client.zrange(UNACKED.index, 0, -1) == [second.encode()]
+
+
 def test_acknowledged_delivery_is_gone_and_a_repeat_changes_nothing(
     broker: Broker, deliveries: RedisDeliveryStore
 ) -> None:

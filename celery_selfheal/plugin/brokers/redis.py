@@ -217,7 +217,7 @@ class ReliableFetch:
         if session is None:
             self._original_ack(tag)
             return
-        if self._worker.is_pending(tag):
+        if self._worker.is_pending(tag) or self._worker.acknowledges_in_bulk(tag):
             self._forget(tag)
             return
         try:
