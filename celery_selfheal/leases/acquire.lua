@@ -101,7 +101,8 @@ local fence_text = string.format('%.0f', fence)
 
 local overtaken = ''
 local previous = redis.call('HGET', KEYS[4], id)
-if previous and not follows then
+-- One's own record is there when the lease ran out between a lost reply and its repeat: nobody has died.
+if previous and not follows and string.match(previous, '^%S+ %S+ (%S+) ') ~= token then
   overtaken = previous
   redis.call('HINCRBY', KEYS[8], 'stalls|' .. ARGV[10], 1)
 end

@@ -9,7 +9,7 @@
 -- ARGV[1]  session             ARGV[2]  ttl, ms
 -- ARGV[3]  who we are (JSON)   ARGV[4]  'join' begins the session, 'stay' renews it, 'none' leaves it alone
 -- ARGV[5]  a random value, the epoch of an empty store   ARGV[6]  ttl of bookkeeping keys, ms
--- ARGV[7]  number of leases, then token and task id of each
+-- ARGV[7]  number of leases, then token, task id and task name of each
 -- then     the delivery tags that live requests know
 -- Returns  {epoch, 'kept' | 'again' | 'begun' | 'lost' | '', answer of each lease..., unknown tags...}
 --          Each lease: 'held'; 'lost', another start has it; 'idle', this start has not begun or has ended.
@@ -23,9 +23,10 @@ end
 local reply = {redis.call('GET', KEYS[8]), ''}
 
 if ARGV[4] ~= 'none' then
-  local pulse = tonumber(redis.call('GET', KEYS[6]) or now_ms)
-  -- Nobody has beaten for a whole ttl: the store was away, so no session's expiry proves a death.
-  if now_ms - pulse > ttl then
+  local pulse = tonumber(string.match(redis.call('GET', KEYS[6]) or now_ms, '^%S+'))
+  -- Nobody has beaten for long: the store was away, so no session's expiry proves a death. A silence of half a ttl
+  -- can end a session: its last beat was up to a third of a ttl older.
+  if now_ms - pulse > ttl / 2 then
     redis.call('SET', KEYS[7], now_ms, 'PX', ttl)
   end
   redis.call('SET', KEYS[6], now_ms, 'PX', ARGV[6])
@@ -50,10 +51,16 @@ if ARGV[4] ~= 'none' then
   end
 end
 
+-- What the reaper says of a start whose record is gone.
+local function people(task)
+  local node = ARGV[3] ~= '' and cjson.decode(ARGV[3]).node or ''
+  return cjson.encode({task = task, node = node})
+end
+
 local leases = tonumber(ARGV[7])
 for n = 0, leases - 1 do
   local lease, journal = KEYS[15 + 2 * n], KEYS[16 + 2 * n]
-  local token, id = ARGV[8 + 2 * n], ARGV[9 + 2 * n]
+  local token, id = ARGV[8 + 3 * n], ARGV[9 + 3 * n]
   local holder = redis.call('HGET', lease, 'token')
   local answer = 'idle'
   if holder == token then
@@ -66,7 +73,7 @@ for n = 0, leases - 1 do
     end
   else
     local last = redis.call('ZREVRANGE', journal, 0, 0, 'WITHSCORES')
-    if last[1] == token then
+    if last[1] == token and tonumber(last[2]) > 0 then
       -- It ran out (outage, eviction) and no later start has taken it: take it again under the same fence.
       local fence = string.format('%.0f', tonumber(last[2]))
       redis.call('HSET', lease, 'token', token, 'fence', fence, 'session', session, 'attempt', '')
@@ -74,7 +81,7 @@ for n = 0, leases - 1 do
       redis.call('ZADD', KEYS[10], now_ms + ttl, id)
       redis.call('SADD', KEYS[11], id)
       if not redis.call('HGET', KEYS[9], id) then
-        redis.call('HSET', KEYS[9], id, table.concat({now_ms, fence, token, session, '{}'}, ' '))
+        redis.call('HSET', KEYS[9], id, table.concat({now_ms, fence, token, session, people(ARGV[10 + 3 * n])}, ' '))
       end
       answer = 'held'
     elseif redis.call('ZSCORE', journal, token) then
@@ -90,7 +97,7 @@ for _, key in ipairs({KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[8], KEYS[9], KEYS
 end
 
 local known, count = {}, 0
-for n = 8 + 2 * leases, #ARGV do
+for n = 8 + 3 * leases, #ARGV do
   local tag = ARGV[n]
   redis.call('ZADD', KEYS[13], 'XX', time[1] .. '.' .. string.format('%06d', time[2]), tag)
   if not known[tag] and redis.call('HEXISTS', KEYS[5], tag) == 1 then

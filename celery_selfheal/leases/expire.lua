@@ -1,11 +1,15 @@
 -- Remove the in-flight record of a start that stalled, once. Its token stays in the journal: that is the stall.
 --
 -- KEYS[1]  lease:<id>     KEYS[2]  journal:<id>    KEYS[3]  inflight
--- KEYS[4]  expiry index   KEYS[5]  held:<session>  KEYS[6]  counters
+-- KEYS[4]  expiry index   KEYS[5]  held:<session>  KEYS[6]  counters   KEYS[7]  session:<session>
 -- ARGV[1]  task id        ARGV[2]  dead session whose lease ends now, or '' for a lease that has run out by itself
 -- ARGV[3]  event to count: 'stalls|task'   ARGV[4]  the record as it was read
 -- Returns  the number of unfinished starts, or -1 when there was nothing to remove
 local id, session = ARGV[1], ARGV[2]
+-- It has beaten again since it was found dead. Where sessions live in another store, it never exists here.
+if session ~= '' and redis.call('EXISTS', KEYS[7]) == 1 then
+  return -1
+end
 local record = redis.call('HGET', KEYS[3], id)
 if record ~= ARGV[4] then
   if not record then

@@ -23,6 +23,8 @@ from celery_selfheal.leases.port import (
 )
 from celery_selfheal.retry_budget import Bucket, RetryBudget
 
+_NEVER_HELD = 10**16  # far above every fence
+
 
 @dataclass(slots=True)
 class _Held:
@@ -97,7 +99,7 @@ class MemoryLeaseStore:
             if follows:
                 task.journal.clear()
                 stalls = 0
-            elif task.inflight:
+            elif task.inflight and task.inflight.start.token != start.token:
                 overtaken = self._stall(start.task_id, task, task.inflight)
                 self.counters[f"stalls|{start.task_name}"] += 1
             fence = self._next_fence()
@@ -152,7 +154,8 @@ class MemoryLeaseStore:
                 task.inflight = None
                 counted = True
             if start.token not in task.journal:
-                task.journal[start.token] = self._next_fence()
+                # Below every start that has held the lease: it is no later start than they are.
+                task.journal[start.token] = self._next_fence() - _NEVER_HELD
             if counted:
                 self.counters[f"stalls|{start.task_name}"] += 1
             return len(task.journal)
@@ -206,6 +209,8 @@ class MemoryLeaseStore:
         task = self._task(start.task_id)
         if self._is_last_holder(task, start.token):
             if task.lease is None:
+                if task.journal[start.token] < 0:
+                    return Renewal.LOST
                 now = self._clock()
                 task.lease = _Held(start, task.journal[start.token], acquired=now, expires=now)
                 task.inflight = task.inflight or task.lease

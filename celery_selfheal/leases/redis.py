@@ -79,6 +79,7 @@ class RedisLeaseStore:
         self._done_ttl_ms = milliseconds(done_ttl)
         self._address = address
         self._unacked = unacked
+        self._epoch: str | None = None
         self._budget: list[float | str] = ["", 0, 0]
         if budget is not None:
             self._budget = [budget.share, budget.per_second, budget.burst]
@@ -173,6 +174,7 @@ class RedisLeaseStore:
                     f"{state}|{start.task_name}",
                     tag,
                     f" {failure}" if failure else "",
+                    start.session,
                 ],
             )
         )
@@ -181,7 +183,15 @@ class RedisLeaseStore:
         """See ``LeaseStore.renew``: one round trip for all of them."""
         session = starts[0].session if starts else ""
         reply = self._beat(*renewal_call(self._keys, starts, ttl_ms=self._ttl_ms, session=session, mode="none"))
-        return [Renewal(text(answer)) for answer in reply[2:]]
+        epoch, _, *answers = map(text, reply)
+        renewals = [Renewal(answer) for answer in answers]
+        if self._epoch not in (None, epoch):
+            # The store was emptied: what runs takes its lease anew, under the token that its child knows.
+            for n, start in enumerate(starts):
+                if renewals[n] is Renewal.IDLE and isinstance(self.acquire(start), Acquired):
+                    renewals[n] = Renewal.HELD
+        self._epoch = epoch
+        return renewals
 
     def abandon(self, start: Start) -> int | None:
         """See ``LeaseStore.abandon``."""
@@ -194,10 +204,9 @@ class RedisLeaseStore:
                 names.inflight,
                 names.index,
                 names.held(start.session),
-                names.fence,
                 names.counters,
             ],
-            [start.token, start.task_id, milliseconds(JOURNAL_TTL), start.task_name],
+            [start.token, start.task_id, milliseconds(JOURNAL_TTL), start.task_name, start.session],
         )
         return None if unfinished < 0 else int(unfinished)
 
@@ -228,6 +237,7 @@ class RedisLeaseStore:
                     names.index,
                     names.held(session or (start.session if start else "")),
                     names.counters,
+                    names.session(session or ""),
                 ],
                 [task_id, session or "", f"stalls|{start.task_name if start else ''}", raw or ""],
             )
@@ -278,5 +288,5 @@ def renewal_call(
     ]
     for start in starts:
         names += [keys.lease(start.task_id), keys.journal(start.task_id)]
-        arguments += [start.token, start.task_id]
+        arguments += [start.token, start.task_id, start.task_name]
     return names, [*arguments, *tags]

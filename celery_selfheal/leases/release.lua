@@ -5,7 +5,7 @@
 -- KEYS[8]  unacked         KEYS[9]  unacked_index  KEYS[10] owned:<session>     (only with ARGV[6])
 -- ARGV[1]  token           ARGV[2]  task id        ARGV[3]  'ended' or 'handed over'
 -- ARGV[4]  ttl of the done marker, ms; '' leaves none      ARGV[5]  event to count: 'state|task'
--- ARGV[6]  delivery tag to acknowledge in the same step, or ''
+-- ARGV[6]  delivery tag to acknowledge in the same step, or ''   ARGV[8]  session
 -- ARGV[7]  what the marker holds after the token: '' or a space and what is left to do
 -- Returns  1, or 0 when another start holds the lease or has finished the task since
 local token, id = ARGV[1], ARGV[2]
@@ -16,6 +16,11 @@ local mine = holder == token or (not holder and last == token)
 
 if not mine then
   redis.call('ZREM', KEYS[2], token)
+  -- Whoever took the lease in another worker is in that one's set.
+  local session = string.match(redis.call('HGET', KEYS[4], id) or '', '^%S+ %S+ %S+ (%S+) ')
+  if session ~= ARGV[8] then
+    redis.call('SREM', KEYS[6], id)
+  end
   if holder then
     return 0
   end

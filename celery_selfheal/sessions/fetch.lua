@@ -9,6 +9,10 @@
 if redis.call('EXISTS', KEYS[1]) == 0 then
   return 0
 end
+-- A repeat: a second message under one tag would overwrite the first.
+if redis.call('HEXISTS', KEYS[4], ARGV[1]) == 1 then
+  return nil
+end
 for n = 5, #KEYS do
   local message = redis.call('LINDEX', KEYS[n], -1)
   if message then

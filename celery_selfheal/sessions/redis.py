@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -72,8 +72,9 @@ class RedisSessionStore:
                 names.leader,
                 names.grace,
                 names.session(session.name if session else ""),
+                names.pulse,
             ],
-            [session.name if session else "", lead_ms, limit],
+            [session.name if session else "", lead_ms, limit, self._ttl_ms],
         )
         lead, grace, expired, *rest = reply
         peers = [Peer(name=text(name), about=text(about)) for name, about in zip(rest[::2], rest[1::2], strict=True)]
@@ -217,8 +218,3 @@ class RedisDeliveryStore:
 def message_of(entry: bytes) -> bytes:
     """The message inside an unacked entry ``[message,"","queue"]`` of ours, byte for byte and undecoded."""
     return entry[1 : entry.rindex(b',"","')] if entry else b""
-
-
-def in_order_of_restore(deliveries: Iterable[Delivery]) -> list[Delivery]:
-    """Newest first: each is pushed to the end that is taken next, so the oldest ends up in front."""
-    return sorted(deliveries, key=lambda delivery: delivery.received_us, reverse=True)

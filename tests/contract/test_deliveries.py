@@ -14,7 +14,7 @@ from celery_selfheal.agents.reaper import Reaper
 from celery_selfheal.errors import StoreError
 from celery_selfheal.keys import Keys
 from celery_selfheal.sessions.port import Delivery, Session
-from celery_selfheal.sessions.redis import RedisDeliveryStore, RedisSessionStore, in_order_of_restore, message_of
+from celery_selfheal.sessions.redis import RedisDeliveryStore, RedisSessionStore, message_of
 from celery_selfheal.testing import servers
 from contract.benches import (
     ADDRESS,
@@ -247,7 +247,6 @@ def test_fetch_from_a_server_without_memory_loses_nothing(broker: Broker, full_m
     assert everything(broker.client) == before
 
 
-@pytest.mark.xfail(strict=True, reason="fetch does not know its own tag")
 def test_repeated_fetch_takes_no_second_message_under_the_same_tag(
     broker: Broker, deliveries: RedisDeliveryStore
 ) -> None:
@@ -547,12 +546,6 @@ def test_reaper_restores_a_message_that_it_cannot_read(
     first, middle, last = broker.waiting()
     assert ids([first, last]) == ["t1", "t2"]
     assert middle == message
-
-
-def test_order_of_restore_is_the_newest_first() -> None:
-    delivered = [Delivery(tag=str(n), received_us=n, list_key="q", message=b"") for n in (2, 3, 1)]
-
-    assert [delivery.received_us for delivery in in_order_of_restore(delivered)] == [3, 2, 1]
 
 
 @odd_messages

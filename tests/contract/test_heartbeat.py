@@ -137,7 +137,6 @@ def test_what_runs_is_held_again_by_an_emptied_store(client: redis.Redis, keys: 
     assert rig.is_busy("t1")
 
 
-@pytest.mark.xfail(strict=True, reason="renew does not look at the epoch of a store of its own")
 def test_what_runs_is_held_again_by_an_emptied_store_of_its_own(
     client: redis.Redis, lease_client: redis.Redis, keys: Keys
 ) -> None:

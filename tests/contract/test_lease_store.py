@@ -37,6 +37,7 @@ from contract.benches import (
     RedisBench,
     a_start,
     a_tag,
+    commands,
 )
 
 NEARLY = timedelta(seconds=30)  # a slow machine may take so long between a step and the look at its effect
@@ -121,7 +122,6 @@ def test_repeated_acquire_renews_the_lease(bench: LeaseBench) -> None:
     assert bench.remaining("t1") > TTL - NEARLY
 
 
-@pytest.mark.xfail(strict=True, reason="acquire takes its own record for a dead start's")
 def test_repeat_after_the_own_lease_ran_out_is_no_stall(bench: LeaseBench) -> None:
     """The first reply was lost and the store was away for a whole TTL: one start, and nobody died."""
     start = a_start()
@@ -673,6 +673,18 @@ def test_child_that_dies_before_it_can_acquire_is_counted(bench: LeaseBench) -> 
     assert isinstance(bench.store.acquire(a_start()), StalledOut)
 
 
+def test_last_of_many_that_died_before_they_could_acquire_settles_them_all(bench: LeaseBench) -> None:
+    """Main stores its failure and dead-letters the message; a copy of it must not fail once more."""
+    dead = [a_start(token=token) for token in ("m", "z", "a")]
+    for start in dead:
+        bench.store.abandon(start)
+
+    assert end(bench, dead[-1], state="failure")
+
+    assert bench.unfinished("t1") == set()
+    assert bench.store.acquire(a_start()) == AlreadyDone()
+
+
 def test_child_that_dies_after_its_end_is_no_stall(bench: LeaseBench) -> None:
     """Killed between release and the acknowledgement that Celery sends."""
     start = a_start()
@@ -694,7 +706,6 @@ def test_abandoned_copy_leaves_the_running_start_alone(bench: LeaseBench) -> Non
     assert renew(bench, running) == [Renewal.HELD]
 
 
-@pytest.mark.xfail(strict=True, reason="abandon gives a copy that never held the lease the latest fence")
 def test_running_start_outlives_an_outage_though_a_copy_of_it_died_meanwhile(bench: LeaseBench) -> None:
     """The copy never held the lease: it is no later start, and no loss."""
     running, copy = a_start(session="w1"), a_start(session="w2")
@@ -795,13 +806,8 @@ def test_lease_that_a_retry_took_over_is_found_by_its_new_session(bench: LeaseBe
     assert [stall.token for stall in bench.store.expire(session="w2", limit=10)] == [retry.token]
 
 
-def test_running_start_is_found_by_its_session_though_a_copy_died_beside_it(
-    bench: LeaseBench, request: pytest.FixtureRequest
-) -> None:
+def test_running_start_is_found_by_its_session_though_a_copy_died_beside_it(bench: LeaseBench) -> None:
     """Else the restored message would meet the lease of its own dead start."""
-    if isinstance(bench, RedisBench):
-        reason = "abandon takes the task out of the session's set though a copy holds it"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=reason))
     running, copy = a_start(session="w1"), a_start(session="w1")
     begin(bench, running)
     bench.store.abandon(copy)
@@ -1006,7 +1012,6 @@ def test_index_entries_without_a_record_are_swept_away(client: redis.Redis, keys
     assert len(bench.store.expire(session=None, limit=3)) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="a late release leaves its task in the session's set")
 def test_held_sets_do_not_grow_with_finished_tasks(client: redis.Redis, keys: Keys) -> None:
     """A worker lives for weeks and a million tasks."""
     bench = RedisBench(client)
@@ -1020,6 +1025,31 @@ def test_held_sets_do_not_grow_with_finished_tasks(client: redis.Redis, keys: Ke
     bench.store.abandon(dead)
 
     assert client.smembers(keys.held("w1")) == set()
+
+
+def test_fence_grows_although_the_servers_clock_was_set_back(client: redis.Redis, keys: Keys) -> None:
+    bench = RedisBench(client)
+    ahead = begin(bench, a_start("t1")).fence + 10**12
+    client.set(keys.fence, ahead)
+
+    assert begin(bench, a_start("t2")).fence == ahead + 1
+    assert begin(bench, a_start("t3")).fence == ahead + 2
+
+
+def test_sweep_looks_at_nothing_that_was_renewed(client: redis.Redis, keys: Keys) -> None:
+    """Its cost follows what has run out, not what lives."""
+    bench = RedisBench(client)
+    held, run_out = a_start("t1"), a_start("t2")
+    begin(bench, held)
+    begin(bench, run_out)
+    bench.shorten("t1")
+    bench.run_out("t2")
+    renew(bench, held, run_out)
+
+    with commands(client) as sent:
+        assert bench.store.expire(session=None, limit=10) == []
+
+    assert [command.split()[0] for command in sent] == ["TIME", "ZRANGEBYSCORE"]
 
 
 def test_emptied_store_gives_larger_fences(client: redis.Redis) -> None:

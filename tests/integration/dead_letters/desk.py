@@ -109,23 +109,25 @@ class Desk:
             **options,
         )
 
-    def start_cli(self, *args: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            self.cli_command(*args),
-            cwd=self.folder,
-            env={**os.environ, **self._env()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+    def start_cli(self, *args: str) -> subprocess.Popen[bytes]:
+        """The same, to be stopped half-way. All that it prints goes to ``cli.log``."""
+        # To a file: its thousands of lines would fill a pipe that nobody reads.
+        with (self.folder / "cli.log").open("wb") as log:
+            return subprocess.Popen(
+                self.cli_command(*args),
+                cwd=self.folder,
+                env={**os.environ, **self._env()},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
 
     def cli_command(self, *args: str) -> list[str]:
         return [sys.executable, "-m", "celery", "-A", "orders", "selfheal", "dlq", *args]
 
-    def wait(self, what: str, condition: Callable[[], object]) -> None:
-        deadline = time.monotonic() + PATIENCE_SECONDS
+    def wait(self, what: str, condition: Callable[[], object], *, patience: float = PATIENCE_SECONDS) -> None:
+        deadline = time.monotonic() + patience
         while not condition():
-            assert time.monotonic() < deadline, f"waited {PATIENCE_SECONDS:g} s in vain: {what}"
+            assert time.monotonic() < deadline, f"waited {patience:g} s in vain: {what}"
             time.sleep(0.05)
 
     def wait_dead(self, count: int) -> None:

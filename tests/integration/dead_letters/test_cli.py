@@ -37,7 +37,8 @@ def test_ctrl_c_ends_a_replay_between_two_entries_and_the_next_one_does_the_rest
     desk.wait("some are replayed", lambda: len(desk.deliveries(desk.queue)) > 10)
 
     replaying.send_signal(signal.SIGINT)
-    output, _ = replaying.communicate(timeout=30)
+    replaying.wait(timeout=30)
+    output = (desk.folder / "cli.log").read_text()
     done = len(desk.deliveries(desk.queue))
 
     assert replaying.returncode == 130

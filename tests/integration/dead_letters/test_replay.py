@@ -130,12 +130,12 @@ def check_killed_replay(desk: Desk, count: int, rate: float) -> None:
     desk.wait("half of them are replayed", lambda: len(desk.dlq) <= count // 2)
 
     replaying.kill()
-    replaying.communicate(timeout=30)
+    replaying.wait(timeout=30)
     again = desk.cli("replay", "--json")
 
     assert again.returncode == 0, again.stderr
     assert 0 < json.loads(again.stdout)["replayed"] < count
-    desk.wait("all have started", lambda: len(desk.events()) == count)
+    desk.wait("all have started", lambda: len(desk.events()) == count, patience=60 + count / 20)
     desk.wait("nothing is left", lambda: desk.deliveries(desk.queue) == [] and len(desk.dlq) == 0)
     for task_id in ids[:: max(1, count // 20)]:
         assert desk.orders.app.AsyncResult(task_id).get(timeout=30) == task_id

@@ -59,7 +59,9 @@ class Diary:
         path.touch()
 
     def entries(self, event: str, task_id: str = "") -> list[Entry]:
-        entries = [Entry(**json.loads(line)) for line in self.path.read_text().splitlines()]
+        # A line that is just being written has no end yet.
+        *lines, _ = self.path.read_text().split("\n")
+        entries = [Entry(**json.loads(line)) for line in lines]
         return [entry for entry in entries if entry.event == event and task_id in ("", entry.id)]
 
     def starts(self, task_id: str = "") -> list[Entry]:
