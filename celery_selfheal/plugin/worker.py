@@ -9,7 +9,7 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +43,8 @@ BULK_SIZE = 100  # acknowledgements a call: what a busy worker collects in well 
 RESTART_JITTER = timedelta(milliseconds=300)  # tasks of one killed host must not restart at the same instant
 PUBLISH_PAUSE_SECONDS = 2.0  # between two tries of a dead letter that the broker does not confirm
 FAREWELL_PATIENCE = timedelta(seconds=10)
+
+_START_FIELDS = tuple(field.name for field in fields(Start))  # asdict copies deeply, once for each message
 
 
 class Worker:
@@ -144,7 +146,7 @@ class Worker:
         )
         # A copy: what is put into the shared dictionary would travel on into retries.
         properties = dict(headers.get("properties") or {})
-        properties[CONTEXT_KEY] = {**context, "start": asdict(start)}
+        properties[CONTEXT_KEY] = {**context, "start": {name: getattr(start, name) for name in _START_FIELDS}}
         headers["properties"] = properties
         if start.tag is not None:
             self._started_tags.add(start.tag)
