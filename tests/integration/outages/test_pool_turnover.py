@@ -18,7 +18,7 @@ def check_no_harm(crew: Crew, tasks: list[str]) -> None:
     crew.check_each_ran_once()
     assert crew.diary.counts("start").keys() == set(tasks)
     for worker in crew.workers:
-        # "forgotten" is none: a loop that forks for two beats may find its latest message handed over, and take it again.
+        # "forgotten" is none: a loop that forks for two beats finds its latest message handed over, and takes it again.
         for trouble in ("worker gone", "process died", "session lost", "lease lost", "does not answer", "LostError"):
             assert trouble not in worker.log_text()
 
