@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import logging
 import sys
 import threading
 from collections.abc import Callable
@@ -39,6 +40,8 @@ def is_patched() -> bool:
 def start_thread(run: Callable[[], None]) -> None:
     """Run ``run`` in a daemon thread of the operating system."""
     if is_patched():
+        if "gevent" in sys.modules:
+            log_from_greenlets()
         original("_thread", "start_new_thread")(run, ())
     else:
         threading.Thread(target=run, name="selfheal", daemon=True).start()
@@ -62,3 +65,35 @@ def import_early(connect: Callable[[], object]) -> None:
         _ = get_hub().resolver, get_hub().threadpool
     with contextlib.suppress(Exception):
         connect()
+
+
+def log_from_greenlets() -> None:
+    """Let the calling thread's greenlets write what other threads log through our loggers.
+
+    A lock of gevent's that is contended between two threads of the operating system may never wake its waiter, and
+    each logging handler has one.
+    """
+    from gevent import get_hub
+
+    over = _HandOver(get_hub())
+    for name in ("celery_selfheal", *list(logging.root.manager.loggerDict)):
+        if name.partition(".")[0] == "celery_selfheal":
+            logging.getLogger(name).addFilter(over)
+
+
+class _HandOver(logging.Filter):
+    """Takes each record of another thread to the hub's."""
+
+    def __init__(self, hub: Any) -> None:
+        super().__init__()
+        self._loop = hub.loop
+        self._get_ident = original("_thread", "get_ident")
+        self._thread = self._get_ident()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if self._get_ident() == self._thread:
+            return True
+        from gevent import spawn
+
+        self._loop.run_callback_threadsafe(spawn, logging.getLogger(record.name).handle, record)
+        return False
