@@ -22,8 +22,6 @@ from celery_selfheal.settings import SelfHealSettings
 
 logger = logging.getLogger("celery_selfheal")
 
-CLIENT_RETRIES = 3  # with the socket timeout of a third of the TTL they end before a lease does
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:

@@ -13,25 +13,24 @@ from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
-from celery import signals
 from celery.worker import state as worker_state
 
-from celery_selfheal import headers as names
 from celery_selfheal import witness
 from celery_selfheal.agents.envelope import Envelope
 from celery_selfheal.agents.heartbeat import Beat, Heartbeat
 from celery_selfheal.agents.reaper import Reaper
 from celery_selfheal.clock import jitter, monotonic, utc_now
-from celery_selfheal.dead_letter import DEATH_HEADER, Death
-from celery_selfheal.errors import StalledTooOften, StoreError
+from celery_selfheal.dead_letter import Death
+from celery_selfheal.errors import StoreError
 from celery_selfheal.keys import session_of_tag
 from celery_selfheal.leases.port import Start
 from celery_selfheal.plugin import native
 from celery_selfheal.plugin.brokers.layout import queue_of
-from celery_selfheal.plugin.death import death_of_request, reason_of
 from celery_selfheal.plugin.install import Plugin, reaper_of
+from celery_selfheal.plugin.stalled import StalledFailure
 from celery_selfheal.plugin.stores import Stores
 from celery_selfheal.plugin.task import CONTEXT_KEY
+from celery_selfheal.plugin.unconfirmed import UnconfirmedLetters
 from celery_selfheal.retry_budget import Turn
 from celery_selfheal.sessions.port import Session
 from celery_selfheal.telemetry.events import LeaseWasLost, TaskDeadLettered, TaskRecovered, TaskStalled
@@ -41,7 +40,6 @@ logger = logging.getLogger("celery_selfheal")
 
 BULK_SIZE = 100  # acknowledgements a call: what a busy worker collects in well under a second
 RESTART_JITTER = timedelta(milliseconds=300)  # tasks of one killed host must not restart at the same instant
-PUBLISH_PAUSE_SECONDS = 2.0  # between two tries of a dead letter that the broker does not confirm
 FAREWELL_PATIENCE = timedelta(seconds=10)
 
 _START_FIELDS = tuple(field.name for field in fields(Start))  # asdict copies deeply, once for each message
@@ -67,7 +65,7 @@ class Worker:
         self._acknowledged: deque[str] = deque()
         # Over all channels: a tag that came again would overwrite what an earlier channel's running task still holds.
         self._delivery_numbers = itertools.count(1)
-        self._unconfirmed = _Unconfirmed(self, plugin)
+        self._unconfirmed = UnconfirmedLetters(plugin, timer=lambda: self.timer, queue_of=self.queue_of_consumer)
         self.timer: Any = None
         self.consumer: Any = None
         self._told_lost: set[str] = set()
@@ -186,7 +184,7 @@ class Worker:
             delay = RESTART_JITTER.total_seconds() * (1 + jitter().random())
             self.timer.call_after(delay, request.reject, (), {"requeue": True})
         stopping = worker_state.should_stop is not None or worker_state.should_terminate is not None
-        failure = _Failure(request, self._settings.max_stalls)
+        failure = StalledFailure(request, self._settings.max_stalls)
         self._later(lambda: self._heal_child(start, failure, handed_over=stopping), tag=start.tag)
 
     def cancelled(self, start: Start) -> None:
@@ -353,7 +351,7 @@ class Worker:
         self._pending.append(run)
         self._ticker.wake("settling")
 
-    def _heal_child(self, start: Start, failure: _Failure, *, handed_over: bool) -> None:
+    def _heal_child(self, start: Start, failure: StalledFailure, *, handed_over: bool) -> None:
         if handed_over:
             self._release(start, ended=False, marker=False, state="handed-over")
             self._give_back(start, reason="worker stops")
@@ -513,93 +511,3 @@ def turn_of(headers: Mapping[str, Any], context: Mapping[str, Any]) -> Turn:
     if not headers.get("retries"):
         return "first"
     return "paid" if context.get("budget_paid") else "retry"
-
-
-class _Failure:
-    """The end of a task that stalled too often, as main stores it."""
-
-    def __init__(self, request: Any, max_stalls: int) -> None:
-        self._request = request
-        self._max_stalls = max_stalls
-        self._stored = False
-        self.queue: str | None = request.task.dead_letter_queue
-        started = request.time_start
-        self.age_seconds = utc_now().timestamp() - started if started else 0.0
-
-    def store(self, unfinished_starts: int) -> StalledTooOften:
-        """Store FAILURE, run errbacks, tell chord and chain; once, also when what follows is repeated."""
-        request = self._request
-        exc = StalledTooOften(request.type, request.id, unfinished_starts, self._max_stalls)
-        if self._stored:
-            return exc
-        request.task.backend.mark_as_failure(
-            request.id, exc, request=request._context, store_result=request.store_errors
-        )
-        self._stored = True
-        signals.task_failure.send(
-            sender=request.task,
-            task_id=request.id,
-            exception=exc,
-            args=request.args,
-            kwargs=request.kwargs,
-            traceback=None,
-            einfo=None,
-        )
-        logger.error("%s", exc)
-        return exc
-
-    def death(self, exc: StalledTooOften, *, worker: str) -> Death | None:
-        """Its envelope; ``None`` where the task wants no dead letters."""
-        reason = reason_of(exc, self._request.task, attempt=0, first_published_at=None)
-        return death_of_request(self._request, exc, "", reason, worker=worker) if reason else None
-
-
-class _Unconfirmed:
-    """Dead letters for brokers without one-step moves: published with confirm, then acknowledged by Celery.
-
-    What cannot be published keeps its message unacknowledged, and is tried again by the worker's timer.
-    """
-
-    def __init__(self, worker: Worker, plugin: Plugin) -> None:
-        self._worker = worker
-        self._plugin = plugin
-
-    def add(self, message: Any, death: Death, queue: str) -> None:
-        """Publish now, in Celery's own thread: the acknowledgement that follows uses its connection."""
-        try:
-            self._publish(message, death, queue)
-        except Exception as exc:  # noqa: BLE001  # whatever keeps the broker from confirming
-            logger.error("dead letter of %s[%s] waits: %s", death.task, death.id, exc)
-            settle = message._selfheal_settle = _Held(message)
-            self._again(lambda: self._publish(message, death, queue), settle)
-
-    def _publish(self, message: Any, death: Death, queue: str) -> None:
-        death = replace(death, queue=self._worker.queue_of_consumer(message) or death.queue)
-        headers = dict(names.of_the_user(message.headers or {}), **{DEATH_HEADER: death.header()})
-        self._plugin.publisher.send_raw(message, headers=headers, queue=queue, declare=True)
-        self._plugin.tell(TaskDeadLettered(task_name=death.task, task_id=death.id, death=death, queue=queue))
-
-    def _again(self, publish: Callable[[], None], held: _Held) -> None:
-        def attempt() -> None:
-            try:
-                publish()
-            except Exception as exc:  # noqa: BLE001  # as above
-                logger.error("a dead letter still waits: %s", exc)
-                self._again(publish, held)
-            else:
-                held.let_go()
-
-        self._worker.timer.call_after(PUBLISH_PAUSE_SECONDS, attempt)
-
-
-class _Held:
-    """Keeps a message unacknowledged until its dead letter is confirmed."""
-
-    def __init__(self, message: Any) -> None:
-        self._message = message
-        self._ack = message.ack
-        message.ack = message.reject = lambda *args, **kwargs: None
-
-    def let_go(self) -> None:
-        """Acknowledge, on the channel from which the message came."""
-        self._ack()
