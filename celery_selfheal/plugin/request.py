@@ -12,7 +12,7 @@ from celery.worker.request import Request
 
 from celery_selfheal import headers as names
 from celery_selfheal.leases.port import Start
-from celery_selfheal.plugin.death import AlreadyFailed, death_of_failed_before, death_of_request, reason_of
+from celery_selfheal.plugin.death import AlreadyFailed, death_of_failed_before, death_of_request, failure_of, reason_of
 from celery_selfheal.plugin.install import plugin_of
 
 
@@ -70,9 +70,11 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         """The child is killed at its hard limit, so nobody but main can settle its message and give its lease back."""
         if soft or state.should_terminate:
             return super().on_timeout(soft, timeout)
-        self._dead_letter(TimeLimitExceeded(timeout), "")
+        exc = TimeLimitExceeded(timeout)
+        self._dead_letter(exc, "")
         result = super().on_timeout(soft, timeout)
-        self._ended(state="failure")
+        failure = failure_of(exc, self.task, attempt=self._attempt, first_published_at=self._first_published_at)
+        self._ended(state="failure", failure=failure)
         return result
 
     def _announce_revoked(self, reason: Any, terminated: Any, signum: Any, expired: Any) -> None:
@@ -104,16 +106,25 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         reason = reason_of(
             exc,
             self.task,
-            attempt=int(self._request_dict.get("retries") or 0),
-            first_published_at=self.context_of_start["first_published_at"],
+            attempt=self._attempt,
+            first_published_at=self._first_published_at,
         )
         if reason is not None:
             self._is_dead_lettered = True
             worker.dead_letter(self, death_of_request(self, exc, trace, reason, worker=worker.node))
 
-    def _ended(self, *, state: str) -> None:
+    @property
+    def _attempt(self) -> int:
+        return int(self._request_dict.get("retries") or 0)
+
+    @property
+    def _first_published_at(self) -> str | None:
+        found: str | None = self.context_of_start["first_published_at"]
+        return found
+
+    def _ended(self, *, state: str, failure: str = "") -> None:
         if self._worker is not None and self.start is not None:
-            self._worker.ended_from_outside(self.start, state=state)
+            self._worker.ended_from_outside(self.start, state=state, failure=failure)
 
     def _is_loss(self, exc: BaseException) -> bool:
         if self._already_cancelled or self._already_revoked:

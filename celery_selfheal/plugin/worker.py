@@ -201,7 +201,7 @@ class Worker:
         queue = request.task.dead_letter_queue or self._plugin.dead_letter_queue
         if request.acknowledged:
             # Acknowledged early: there is no delivery to be moved any more.
-            self._unconfirmed.add(request.message, death, queue)
+            self._unconfirmed.add_acknowledged(request.message, death, queue)
         else:
             self.dead_letter_message(request.message, death, queue=queue)
 
@@ -223,9 +223,13 @@ class Worker:
         """The agents' thread settles the delivery; nobody else may."""
         return tag in self._pending_tags
 
-    def ended_from_outside(self, start: Start, *, state: str) -> None:
-        """Main ended the start (time limit, revocation): give its lease back."""
-        self._later(lambda: self._release(start, ended=True, marker=True, state=state), tag=None)
+    def ended_from_outside(self, start: Start, *, state: str, failure: str = "") -> None:
+        """Main ended the start (time limit, revocation): give its lease back.
+
+        Args:
+            failure: For a copy of the message, should this worker die before its dead letter is sent.
+        """
+        self._later(lambda: self._release(start, ended=True, marker=True, state=state, failure=failure), tag=None)
 
     def was_silent_since(self, started: float | None) -> bool:
         """Whether the store left a call unanswered since a start was accepted (Unix seconds)."""
@@ -458,8 +462,8 @@ class Worker:
         for _ in tags:
             self._acknowledged.popleft()
 
-    def _release(self, start: Start, *, ended: bool, marker: bool, state: str) -> None:
-        self._stores.leases.release(start, ended=ended, marker=marker, state=state)
+    def _release(self, start: Start, *, ended: bool, marker: bool, state: str, failure: str = "") -> None:
+        self._stores.leases.release(start, ended=ended, marker=marker, state=state, failure=failure)
 
     def _tell_lost(self, start: Start) -> None:
         reference = self._requests.get(start.token)

@@ -12,9 +12,7 @@ import pytest
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.testing import RedisServer
 from celery_selfheal.testing.rabbitmq import RabbitServer, find_rabbitmq_binary
-from integration.dead_letters.desk import Desk
-
-KINDS = ("redis", "classic", "quorum")
+from integration.dead_letters.desk import KINDS, Desk
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import base64
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -23,8 +24,9 @@ from celery_selfheal import DeadLetterQueue
 from celery_selfheal.dead_letter import DEATH_HEADER, Death
 from celery_selfheal.plugin.install import plugin_of
 from celery_selfheal.plugin.publisher import Outgoing
-from celery_selfheal.testing import RedisServer, WorkerProcess
+from celery_selfheal.testing import RedisServer, TcpProxy, WorkerProcess
 
+KINDS = ("redis", "classic", "quorum")
 APPS = Path(__file__).parent / "apps"
 PATIENCE_SECONDS = 60.0  # of a machine that does much else; no promise
 
@@ -78,16 +80,23 @@ class Desk:
         return self._orders
 
     @property
+    def broker_port(self) -> int:
+        return int(re.findall(r":(\d+)/", self._broker)[0])
+
+    @property
     def dlq(self) -> DeadLetterQueue:
         return DeadLetterQueue(self.orders.app)
 
-    def start(self, name: str = "w", *, ready: bool = True, die_at: str = "", **options: Any) -> WorkerProcess:
+    def start(
+        self, name: str = "w", *, ready: bool = True, die_at: str = "", via: TcpProxy | None = None, **options: Any
+    ) -> WorkerProcess:
+        """Start a worker; ``via`` is its only way to the broker."""
         worker = WorkerProcess(
             "orders",
             cwd=self.folder,
             log=self.folder / f"{name}.log",
             name=name,
-            env=self._env(die_at=die_at),
+            env=self._env(die_at=die_at, via=via),
             **options,
         )
         self.workers.append(worker)
@@ -239,10 +248,10 @@ class Desk:
             client.flushdb()
             client.close()
 
-    def _env(self, *, die_at: str = "") -> Mapping[str, str]:
+    def _env(self, *, die_at: str = "", via: TcpProxy | None = None) -> Mapping[str, str]:
         return {
             "ORDERS_NAME": self.name,
-            "ORDERS_BROKER": self._broker,
+            "ORDERS_BROKER": re.sub(r":\d+/", f":{via.port}/", self._broker) if via else self._broker,
             "ORDERS_RESULTS": self._results_url,
             "ORDERS_SETTINGS": json.dumps(self.settings),
             "ORDERS_DIARY": str(self.diary),

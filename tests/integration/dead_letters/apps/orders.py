@@ -7,6 +7,7 @@ import signal
 import time
 from pathlib import Path
 
+from amqp import Channel
 from celery import Celery
 from celery.exceptions import Reject
 
@@ -45,6 +46,8 @@ if os.environ.get("ORDERS_DIE_AT", "") in ("before the move", "after the move"):
     is_before = os.environ["ORDERS_DIE_AT"].startswith("before")
     die_at(Worker, "_move_to_dead_letters", before=is_before)
     die_at(Publisher, "send_raw", before=is_before)
+if os.environ.get("ORDERS_DIE_AT") == "published, unconfirmed":
+    die_at(Channel, "_basic_publish", before=False)
 if os.environ.get("ORDERS_DIE_AT") == "child, after its release":
     die_at(SelfHealTask, "end_start", before=False)
 
@@ -62,6 +65,16 @@ def charge(self, gate, order):
     if not Path(gate).exists():
         raise ConnectionError(f"no bank for order {order}")
     return order
+
+
+@app.task(bind=True, base=SelfHealTask, max_retries=0)
+def charge_when_told(self, told):
+    """Fails as soon as somebody says so."""
+    note("start", self.request.id)
+    while not Path(told).exists():
+        time.sleep(0.01)
+    note("fail", self.request.id)
+    raise ConnectionError("no bank")
 
 
 @app.task(bind=True, base=SelfHealTask, max_retries=1, retry_backoff=0.1)
