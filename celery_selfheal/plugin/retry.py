@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import datetime, timedelta
 from typing import Any
-
-from kombu.utils.json import dumps
 
 from celery_selfheal.backoff import (
     RetryPolicy,
@@ -21,9 +19,6 @@ from celery_selfheal.backoff import (
 from celery_selfheal.classify import Verdict
 from celery_selfheal.clock import utc_now
 from celery_selfheal.errors import SettingsError
-from celery_selfheal.plugin.brokers.layout import RedisLayout, list_of, queue_of
-from celery_selfheal.plugin.brokers.unsent import message_of
-from celery_selfheal.sessions.redis import RedisDeliveryStore
 
 logger = logging.getLogger("celery_selfheal")
 
@@ -102,80 +97,6 @@ def age_of(first_published_at: str | None) -> timedelta:
         return max(timedelta(0), utc_now() - datetime.fromisoformat(first_published_at))
     except (ValueError, TypeError):
         return timedelta(0)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class NextAttempt:
-    """A retry that waits until the body has ended.
-
-    Attributes:
-        signature: Celery's, with all that the attempt before carried.
-        route: Where the caller of ``retry`` wants it: ``queue``, or ``exchange`` and ``routing_key``; empty for where
-            it came from.
-    """
-
-    signature: Any
-    route: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, signature: Any, options: Mapping[str, Any]) -> NextAttempt:
-        """Pick the route out of the options of ``retry``."""
-        route = {name: options[name] for name in ("queue", "exchange", "routing_key") if options.get(name)}
-        return cls(signature, route)
-
-
-@contextmanager
-def as_a_producer(request: Any) -> Iterator[None]:
-    """Publish as from outside of any task: else Celery makes a retry without a parent its own child."""
-    request.called_directly = True
-    try:
-        yield
-    finally:
-        request.called_directly = False
-
-
-def replace_delivery(
-    app: Any, attempt: NextAttempt, *, deliveries: RedisDeliveryStore, session: str, tag: str, layout: RedisLayout
-) -> bool:
-    """Let the next attempt take the place of the held delivery, in one step.
-
-    Without a route of its own it goes into the very queue that it came from: looked up anew, a message of a topic
-    exchange would go to every queue that is bound, or to none, since a pool process does not know the exchange.
-
-    Returns:
-        ``False`` when the delivery is not ours any more: then nothing was sent.
-
-    Raises:
-        StoreError: Redis did not answer; a repeat is safe.
-    """
-    message = message_of(app, attempt.signature)
-    held = deliveries.named(session, [tag])
-    if not held:
-        return False
-    own = queue_of(held[0].list_key, layout)
-    queue = _queue_named_by(app, attempt.route) or own
-    list_key = list_of(queue, message["properties"].get("priority"), layout)
-    return deliveries.settle(
-        dataclasses.replace(held[0], list_key=list_key),
-        session=session,
-        message=dumps(message).encode(),  # type: ignore[no-untyped-call]  # kombu is untyped
-        dead=False,
-        front=False,
-    )
-
-
-def _queue_named_by(app: Any, route: Mapping[str, Any]) -> str | None:
-    """Name of the queue to which a route leads, as far as this application's queues tell."""
-    names = {key: getattr(value, "name", value) for key, value in route.items()}
-    if "queue" in names or not names:
-        return names.get("queue")
-    if not names.get("exchange"):
-        return names.get("routing_key")
-    for queue in app.amqp.queues.values():
-        if queue.exchange.name == names["exchange"] and queue.routing_key == names.get("routing_key"):
-            return str(queue.name)
-    logger.error("no queue is known for a retry to %s: it goes to where it came from", names)
-    return None
 
 
 def _declares(task: Any, base: type, name: str) -> bool:

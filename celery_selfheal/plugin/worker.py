@@ -27,9 +27,9 @@ from celery_selfheal.leases.port import Start
 from celery_selfheal.plugin import native
 from celery_selfheal.plugin.brokers.layout import queue_of
 from celery_selfheal.plugin.install import Plugin, reaper_of
+from celery_selfheal.plugin.running import CONTEXT_KEY
 from celery_selfheal.plugin.stalled import StalledFailure
 from celery_selfheal.plugin.stores import Stores
-from celery_selfheal.plugin.task import CONTEXT_KEY
 from celery_selfheal.plugin.unconfirmed import UnconfirmedLetters
 from celery_selfheal.retry_budget import Turn
 from celery_selfheal.sessions.port import Session
