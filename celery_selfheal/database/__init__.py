@@ -1,0 +1,1 @@
+"""The user's database: our tables, their migrations, and one engine for each process."""
