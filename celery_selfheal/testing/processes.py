@@ -35,14 +35,22 @@ class Row(NamedTuple):
 
 
 def spawn(
-    command: Sequence[str], *, cwd: Path, log: Path, env: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    cwd: Path,
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    user: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own and append what it prints to ``log``.
 
     Where Linux and ``setpriv`` are at hand, the kernel kills it as soon as this process is gone, whatever ended it.
     Elsewhere an interpreter that is killed leaves it behind. Any thread may call, and may end before the command does.
+
+    Args:
+        user: Number of a user, and group, to run it as; only root can.
     """
-    return _lasting_thread(os.getpid()).submit(_spawn, [*_bound_to_us(), *command], cwd, log, env).result()
+    return _lasting_thread(os.getpid()).submit(_spawn, [*_bound_to_us(), *command], cwd, log, env, user).result()
 
 
 def process_table() -> list[Row]:
@@ -127,7 +135,9 @@ def _lasting_thread(pid: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"starter-{pid}")
 
 
-def _spawn(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str] | None) -> subprocess.Popen[bytes]:
+def _spawn(
+    command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str] | None, user: int | None
+) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
@@ -138,6 +148,10 @@ def _spawn(command: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str] 
             stderr=subprocess.STDOUT,
             # Ctrl-C is for the one who started us: the servers must outlast the clean-up that it causes.
             start_new_session=True,
+            # Before setpriv runs: the kernel forgets the bond when the user changes.
+            user=user,
+            group=user,
+            extra_groups=None if user is None else [],
         )
 
 
