@@ -59,6 +59,10 @@ class Backoff:
         low, high = self._range_seconds(attempt)
         return timedelta(seconds=chance.uniform(low, high))
 
+    def longest_seconds(self, attempt: int) -> float:
+        """No wait before the retry of ``attempt``, counted from 0, is above it."""
+        return self._range_seconds(attempt)[1]
+
     def _range_seconds(self, attempt: int) -> tuple[float, float]:
         ceiling = self.ceiling_seconds(attempt)
         if self.jitter is Jitter.NONE:

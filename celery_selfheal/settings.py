@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -106,8 +107,16 @@ def _url(example: str, *, none_means: str) -> dict[str, Any]:
     return {"rule": rule, "secret": True}
 
 
-def _anything() -> dict[str, _Rule]:
-    return {"rule": lambda value: value}
+def _object(what: str) -> dict[str, Any]:
+    def rule(value: object) -> object:
+        # Whether it is one shows when it is resolved: SQLAlchemy is loaded only where a database is used.
+        is_plain = isinstance(value, (bool, int, float, bytes, Mapping, list, tuple, set, frozenset))
+        is_path = isinstance(value, str) and re.fullmatch(r"[^\W\d]\w*(\.\w+)*([.:]\w+)(\.\w+)*", value) is not None
+        if is_plain or (isinstance(value, str) and not is_path):
+            raise _RuleBroken(f"{what}, its dotted path ('package.module:name'), a callable that returns it, or None")
+        return value
+
+    return {"rule": rule, "secret": True}
 
 
 def _key_prefix() -> dict[str, _Rule]:
@@ -206,15 +215,17 @@ class SelfHealSettings:
     dlq: str | None = field(default=None, metadata=_text("a queue's name", none_means="'<app>.dlq'"))
     #: How often one dead letter may be replayed; more needs force.
     max_replays: int = field(default=3, metadata=_count())
-    #: SQLAlchemy URL of the database with ``processed_jobs``. None: no database, unless an engine or a sessionmaker
-    #: is given.
+    #: SQLAlchemy URL of the database with ``processed_jobs``: PostgreSQL, MySQL, MariaDB or SQLite. None: no database,
+    #: unless an engine or a sessionmaker is given.
     database_url: str | None = field(
         default=None, repr=False, metadata=_url("postgresql://localhost/shop", none_means="no database")
     )
-    #: SQLAlchemy engine to use instead of ``database_url``.
-    engine: Any = field(default=None, metadata=_anything())
-    #: SQLAlchemy sessionmaker that makes ``self.session``, with its own options and engine.
-    sessionmaker: Any = field(default=None, metadata=_anything())
+    #: SQLAlchemy engine to use instead of ``database_url``: the engine, its dotted path ("package.module:name") or a
+    #: callable that returns it. None: one is made from ``database_url``.
+    engine: Any = field(default=None, metadata=_object("an SQLAlchemy engine"))
+    #: SQLAlchemy sessionmaker that makes ``self.session``, with its own options and engine; given like ``engine``.
+    #: None: one is made for the engine.
+    sessionmaker: Any = field(default=None, metadata=_object("an SQLAlchemy sessionmaker"))
     #: Seconds after which a claim is taken over although its lease cannot be asked (the store was emptied).
     takeover_after: timedelta = field(default=timedelta(minutes=10), metadata=_duration(least=_MILLISECOND))
     #: Seconds that rows of ``processed_jobs`` are kept. Must exceed every way a message can come late: visibility
@@ -271,6 +282,11 @@ class SelfHealSettings:
                 comments[text.partition(":")[0]] = " ".join(comment)
                 comment = []
         return [(PREFIX + one.name, _as_written(one.default), comments[one.name]) for one in fields(cls)]
+
+    @property
+    def has_database(self) -> bool:
+        """Whether a database is set at all."""
+        return any(one is not None for one in (self.database_url, self.engine, self.sessionmaker))
 
     def done_ttl_for(self, visibility_timeout: timedelta) -> timedelta:
         """How long a done marker is kept on a broker with this visibility timeout."""

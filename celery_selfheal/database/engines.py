@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from sqlalchemy import URL, Engine, QueuePool, create_engine
+from sqlalchemy import URL, Engine, Pool, QueuePool, create_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from celery_selfheal.database import drivers
+from celery_selfheal.database import LOADED_IN, drivers
 from celery_selfheal.database.dotted import resolve
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.settings import PREFIX, SelfHealSettings
@@ -38,19 +38,16 @@ class Database:
 _lock = threading.Lock()
 _opened: dict[tuple[Any, ...], Database] = {}
 _pid = os.getpid()
-
-
-def has_database(settings: SelfHealSettings) -> bool:
-    """Whether a database is configured at all."""
-    return any(one is not None for one in (settings.database_url, settings.engine, settings.sessionmaker))
+# Never closed, not even by the garbage collector: a driver would say good-bye in the name of the parent.
+_inherited: list[Pool] = []
 
 
 def database_of(settings: SelfHealSettings) -> Database:
     """Engine and sessions of this process, made on first use; connects to nothing.
 
     A second call returns the same. After a fork the child gets its own: it lets go of the connections that it has
-    inherited without a word to the server, since they are still its parent's. The application's own engine is treated
-    likewise when a process first uses it here: whatever its pool holds was perhaps opened before the fork.
+    inherited without a word to the server, since they are still its parent's. So it does with those of the
+    application's own engine.
 
     Raises:
         SettingsError: no database is set, one of the settings cannot be used, or two contradict each other.
@@ -60,7 +57,7 @@ def database_of(settings: SelfHealSettings) -> Database:
         # Before anything else: a thread of the parent may have held the lock when the fork came.
         _lock, _pid = threading.Lock(), os.getpid()
         for database in _opened.values():
-            database.engine.dispose(close=False)
+            _let_go(database.engine)
         _opened.clear()
     which = (settings.database_url, _identity(settings.engine), _identity(settings.sessionmaker))
     with _lock:
@@ -125,14 +122,21 @@ def _open(settings: SelfHealSettings) -> Database:
         if url is not None and not drivers.is_same(url, first.url):
             _refuse(setting.removeprefix(PREFIX), first, "database_url", drivers.shown(url))
         drivers.check_supported(first.url, setting)
-        if isinstance(first.pool, QueuePool):
-            first.dispose(close=False)
+        if _pid != LOADED_IN and not any(first is one.engine for one in _opened.values()):
+            _let_go(first)
     if factory is None:
         # What a body gave to on_commit is read after the commit, when nothing may be loaded any more.
         factory = sessionmaker(first, expire_on_commit=False)
     elif bind is None:
         factory = partial(factory, bind=first)
     return Database(first, factory, setting)
+
+
+def _let_go(engine: Engine) -> None:
+    # One that keeps its only connection for ever keeps a database in memory there, and shares no socket.
+    if isinstance(engine.pool, QueuePool):
+        _inherited.append(engine.pool)
+        engine.dispose(close=False)
 
 
 def _create(url: URL) -> Engine:

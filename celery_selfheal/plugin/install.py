@@ -9,6 +9,7 @@ from celery import Celery, Task
 from celery.signals import before_task_publish, task_postrun
 from kombu.utils.imports import symbol_by_name
 
+from celery_selfheal import database as _database  # noqa: F401  # it notes the process, before any fork
 from celery_selfheal import headers as names
 from celery_selfheal.backoff import check_exception_classes
 from celery_selfheal.clock import monotonic, utc_now

@@ -15,6 +15,7 @@ from celery_selfheal.plugin import native
 from celery_selfheal.plugin.brokers.layout import layout_of
 from celery_selfheal.plugin.brokers.redis import ReliableFetch, missing_shape
 from celery_selfheal.plugin.brokers.wait import Idle, Waiter
+from celery_selfheal.plugin.database import check_database
 from celery_selfheal.plugin.death import death_of_message
 from celery_selfheal.plugin.install import Plugin, plugin_of
 from celery_selfheal.plugin.stores import lease_address, open_broker_client, open_client
@@ -48,6 +49,7 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
             stores = plugin.open_stores()
             _check_not_consumed(parent.app, plugin)
             _check_reachable(parent.app, plugin.settings)
+            check_database(plugin)
         except SelfHealError as exc:
             logger.critical("celery_selfheal refuses to start: %s", exc)
             raise WorkerShutdown(1) from None

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from sqlalchemy import NullPool, create_engine, text
 from sqlalchemy.exc import SQLAlchemyError
@@ -21,6 +21,9 @@ from celery_selfheal.database import drivers
 from celery_selfheal.errors import StoreError
 from celery_selfheal.testing import processes
 from celery_selfheal.testing.servers import free_port
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # Python 3.11 has it; type checkers know it anyway
 
 NOBODY = 65_534  # neither server wants to run as root, and both need no account to run as somebody else
 START_SECONDS = 60.0  # both answer after a second or two on an idle machine
@@ -71,7 +74,7 @@ class DatabaseServer(ABC):
             connection.execute(text(f"CREATE DATABASE {name}"))
         return self.url(name)
 
-    def start(self) -> DatabaseServer:
+    def start(self) -> Self:
         """Start it and wait until it answers. Does nothing while it runs; after ``kill`` it is ``restart``.
 
         Raises:
@@ -140,7 +143,7 @@ class DatabaseServer(ABC):
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
 
-    def __enter__(self) -> DatabaseServer:
+    def __enter__(self) -> Self:
         return self.start()
 
     def __exit__(self, *exc: object) -> None:

@@ -16,14 +16,19 @@ from celery_selfheal.agents.dead_letters import DeadLetter, printable
 from celery_selfheal.agents.replay import ReplayReport
 from celery_selfheal.dead_letter import Reason
 from celery_selfheal.plugin.commands.options import Duration, app_of, as_json, with_plain_errors
-from celery_selfheal.plugin.commands.terminal import print_table, progress_bar, show_audit_lines
+from celery_selfheal.plugin.commands.terminal import (
+    INTERRUPTED,
+    LISTED,
+    print_array,
+    print_table,
+    progress_bar,
+    show_audit_lines,
+)
 from celery_selfheal.plugin.dead_letters import DeadLetterQueue, FilterOptions
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-LISTED = 100  # rows without --limit: a screen or two
 BODY_CHARACTERS = 2_000
-INTERRUPTED = 130  # what a shell calls the end by Ctrl-C
 
 HEADINGS = ("id", "task", "reason", "exception", "text", "attempts", "stalls", "replays", "queue", "died at")
 
@@ -73,7 +78,7 @@ def list_(ctx: Any, queue: str | None, limit: int | None, as_json: bool, **optio
     filters, ids = _filters(**options)
     found = _Counted(letters.list(limit=limit or (None if as_json else LISTED), **filters))
     if as_json:
-        _print_array(_summary(letter) for letter in found)
+        print_array(_summary(letter) for letter in found)
     else:
         print_table(HEADINGS, map(_row, found))
         if limit is None and found.count == LISTED:
@@ -191,7 +196,7 @@ def export(ctx: Any, queue: str | None, limit: int | None, as_json: bool, **opti
     filters, ids = _filters(**options)
     lines = _Counted(DeadLetterQueue(app_of(ctx), queue).export(limit=limit, **filters))
     if as_json:
-        _print_array(map(json.loads, lines))
+        print_array(map(json.loads, lines))
     else:
         for line in lines:
             click.echo(line)
@@ -249,15 +254,6 @@ def _row(letter: DeadLetter) -> tuple[object, ...]:
         *(letter.id, letter.task, letter.reason, letter.exception, text),
         *(letter.attempts, letter.stalls, letter.replays, letter.queue, letter.died_at[:19]),
     )
-
-
-def _print_array(items: Iterable[Any]) -> None:
-    """One JSON array, written as it comes."""
-    mark = "["
-    for item in items:
-        click.echo(f"{mark}\n{json.dumps(item)}", nl=False)
-        mark = ","
-    click.echo("[]" if mark == "[" else "\n]")
 
 
 def _print_report(report: ReplayReport, *, dry_run: bool, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from celery_selfheal.plugin.commands.db import db
 from celery_selfheal.plugin.commands.dlq import dlq
 from celery_selfheal.plugin.commands.reap import reap
 
@@ -15,3 +16,4 @@ def selfheal() -> None:
 
 selfheal.add_command(reap)
 selfheal.add_command(dlq)
+selfheal.add_command(db)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,6 +15,8 @@ import click
 
 from celery_selfheal.agents.dead_letters import printable
 
+LISTED = 100  # rows without --limit: a screen or two
+INTERRUPTED = 130  # what a shell calls the end by Ctrl-C
 CHUNK_ROWS = 100  # widths are chosen anew after so many: nothing longer is kept in memory
 
 
@@ -24,6 +27,16 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> in
     while chunk := [[printable(str(cell)) for cell in row] for row in islice(remaining, CHUNK_ROWS)]:
         _print_chunk(headings, chunk, is_first=not count)
         count += len(chunk)
+    return count
+
+
+def print_array(items: Iterable[Any]) -> int:
+    """Print one JSON array, written as it comes, and return how many items it has."""
+    count = 0
+    for item in items:
+        click.echo(f"{',' if count else '['}\n{json.dumps(item)}", nl=False)
+        count += 1
+    click.echo("\n]" if count else "[]")
     return count
 
 
