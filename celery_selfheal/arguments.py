@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from string import Formatter
 from typing import Any, TypeAlias
 
@@ -33,6 +34,14 @@ def bind(body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named.update(named.pop(name))
     return named
+
+
+def body_of(task: type) -> Callable[..., Any]:
+    """The body of a task class as it is called: without ``self``, also where it is bound to the task."""
+    run = inspect.getattr_static(task, "run")
+    if isinstance(run, staticmethod):
+        return run.__func__
+    return partial(run, None)
 
 
 def check_template(where: str, option: str, template: object, body: Callable[..., Any]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from celery.utils.dispatch import Signal
 
-__all__ = ("lease_lost", "task_dead_lettered", "task_recovered", "task_stalled")
+__all__ = ("duplicate_suppressed", "lease_lost", "task_dead_lettered", "task_recovered", "task_stalled")
 
 #: A start neither finished nor was handed over; ``unfinished_starts`` counts those of the task.
 task_stalled = Signal(name="task_stalled", providing_args={"unfinished_starts"})
@@ -24,3 +24,6 @@ lease_lost = Signal(name="lease_lost", providing_args=set())
 #: A message was moved to a dead letter queue. Sent with ``task_name``, ``task_id``, ``queue`` and ``death``, the
 #: envelope (``celery_selfheal.dead_letter.Death``).
 task_dead_lettered = Signal(name="task_dead_lettered", providing_args={"death", "queue"})
+
+#: A message came again whose effect was there already; ``owner`` is the id of the task whose effect it is.
+duplicate_suppressed = Signal(name="duplicate_suppressed", providing_args=set())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, OperationalError, SQLAlchemyError
 
 
 class Fault(enum.Enum):
@@ -18,6 +18,10 @@ class Fault(enum.Enum):
     """The key is there already."""
     BROKEN = "broken"
     """The connection broke, and the statement was executed or not."""
+    AWAY = "away"
+    """No connection could be made, or the server starts up or shuts down."""
+    ABORTED = "aborted"
+    """An earlier error of the same transaction keeps the statement from running (PostgreSQL)."""
     NO_TABLE = "no table"
     OTHER = "other"
 
@@ -28,6 +32,9 @@ _CODES: dict[Fault, frozenset[object]] = {
     Fault.BLOCKED: frozenset({"55P03", 1205}),
     Fault.DUPLICATE: frozenset({"23505", 1062}),
     Fault.NO_TABLE: frozenset({"42P01", 1146}),
+    Fault.ABORTED: frozenset({"25P02"}),
+    # Before "broken": a statement that met a shutdown was not executed.
+    Fault.AWAY: frozenset({"57P01", "57P02", "57P03", "53300", "08001", "08004", 1040, 1053, 2002, 2003}),
 }
 # SQLite has a number for the last only since Python 3.11.
 _WORDS = {
@@ -50,7 +57,8 @@ def fault_of(error: SQLAlchemyError) -> Fault:
     if type(error.orig).__module__.startswith("sqlite3"):
         words = str(error.orig)
         return next((fault for part, fault in _WORDS.items() if part in words), Fault.OTHER)
-    return Fault.OTHER
+    # A connection that PostgreSQL's drivers could not even make has no code.
+    return Fault.AWAY if isinstance(error, OperationalError) and not codes else Fault.OTHER
 
 
 def said(error: SQLAlchemyError) -> str:

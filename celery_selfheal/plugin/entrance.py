@@ -27,6 +27,7 @@ from celery_selfheal.leases.port import (
 from celery_selfheal.plugin.death import leave_as_before
 from celery_selfheal.plugin.install import Plugin
 from celery_selfheal.plugin.next_attempt import STORE_PAUSE_SECONDS
+from celery_selfheal.plugin.on_commit import AfterCommit
 from celery_selfheal.plugin.parking import park
 from celery_selfheal.plugin.running import CONTEXT_KEY, Running, context_of
 from celery_selfheal.telemetry.events import TaskStalled
@@ -75,11 +76,11 @@ def enter(task: Any, plugin: Plugin, start: Start, leases: LeaseStore) -> Runnin
         raise leave_as_before(outcome.failure) if outcome.failure else Ignore("a copy of this message was finished")
     if isinstance(outcome, NotMine):
         raise Ignore("the message was given to another worker")
-    running = Running(start, outcome.lease, leases)
+    running = Running(start, outcome.lease, leases, plugin.tell, AfterCommit(task, plugin))
     task.request.selfheal_running = running
     if isinstance(outcome, StalledOut):
-        raise StalledTooOften(task.name, start.task_id, outcome.stalls, plugin.settings.max_stalls)
-    if outcome.overtaken:
+        running.stalled = StalledTooOften(task.name, start.task_id, outcome.stalls, plugin.settings.max_stalls)
+    elif outcome.overtaken:
         stall = asdict(outcome.overtaken)
         stall.pop("token")
         plugin.tell(TaskStalled(reason="lease ran out", **stall))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task
 from celery.signals import before_task_publish, task_postrun
@@ -14,6 +14,9 @@ from celery_selfheal import headers as names
 from celery_selfheal.backoff import check_exception_classes
 from celery_selfheal.clock import monotonic, utc_now
 from celery_selfheal.dead_letter import Death
+from celery_selfheal.dedup.memory import MemoryClaims
+from celery_selfheal.dedup.port import ClaimStore, Held, Job
+from celery_selfheal.dedup.takeover import Decision, OnInDoubt, decide
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.keys import Keys
 from celery_selfheal.leases.memory import MemoryLeaseStore
@@ -23,6 +26,9 @@ from celery_selfheal.plugin.publisher import Publisher
 from celery_selfheal.plugin.stores import Stores, open_stores
 from celery_selfheal.settings import SelfHealSettings
 from celery_selfheal.telemetry.events import Observer
+
+if TYPE_CHECKING:
+    from celery_selfheal.database.engines import Database
 
 REAP_TASK = "celery_selfheal.reap"
 BUILT_IN_PREFIXES = ("celery.", "celery_selfheal.")
@@ -42,6 +48,7 @@ class Plugin:
         self._settings: SelfHealSettings | None = None
         self._stores: tuple[int, Stores] | None = None
         self._eager_leases: MemoryLeaseStore | None = None
+        self._eager_claims: MemoryClaims | None = None
         self._layout: tuple[RedisLayout | None] | None = None
         self._unrecoverable: tuple[type[BaseException], ...] | None = None
         self.publisher = Publisher(app)
@@ -117,6 +124,46 @@ class Plugin:
         if self._stores is None or self._stores[0] != pid:
             self._stores = (pid, self.open_stores())
         return self._stores[1]
+
+    @property
+    def database(self) -> Database:
+        """Engine and sessions of this process.
+
+        Raises:
+            SettingsError: no database is set, or one of the settings cannot be used.
+        """
+        # Loads SQLAlchemy, which nobody else needs.
+        from celery_selfheal.database.engines import database_of
+
+        return database_of(self.settings)
+
+    def claims(self, mode: str, *, eager: bool) -> ClaimStore:
+        """Where ``dedup="claim"`` or ``"redis"`` keeps its claims, for this process.
+
+        Args:
+            eager: ``"redis"`` needs no Redis then: claims live as long as this process.
+        """
+        if mode == "claim":
+            # Loads SQLAlchemy, which nobody else needs.
+            from celery_selfheal.dedup.claim import SqlClaims
+
+            return SqlClaims(self.database.engine)
+        if not eager:
+            return self.stores.claims
+        if self._eager_claims is None:
+            self._eager_claims = MemoryClaims(clock=monotonic, ttl=self.settings.idempotency_ttl)
+        return self._eager_claims
+
+    def takeover(self, job: Job, held: Held, *, on_in_doubt: OnInDoubt = "takeover") -> Decision:
+        """Judge the start that holds a key, for ``job``, which has its own lease."""
+        return decide(
+            held,
+            job,
+            is_held=self.stores.leases.is_held,
+            lease_ttl=self.settings.lease_ttl,
+            takeover_after=self.settings.takeover_after,
+            on_in_doubt=on_in_doubt,
+        )
 
     @property
     def eager_leases(self) -> MemoryLeaseStore:

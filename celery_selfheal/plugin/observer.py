@@ -8,7 +8,15 @@ from dataclasses import asdict
 from celery import Celery
 
 from celery_selfheal import signals
-from celery_selfheal.telemetry.events import Event, LeaseWasLost, Observer, TaskDeadLettered, TaskRecovered, TaskStalled
+from celery_selfheal.telemetry.events import (
+    DuplicateSuppressed,
+    Event,
+    LeaseWasLost,
+    Observer,
+    TaskDeadLettered,
+    TaskRecovered,
+    TaskStalled,
+)
 
 logger = logging.getLogger("celery_selfheal")
 
@@ -27,6 +35,11 @@ _VOICES = {
         logging.ERROR,
         signals.task_dead_lettered,
         "task dead-lettered: %(task_name)s[%(task_id)s] to %(queue)s: %(reason)s",
+    ),
+    DuplicateSuppressed: (
+        logging.INFO,
+        signals.duplicate_suppressed,
+        "duplicate suppressed: %(task_name)s[%(task_id)s]: its effect is there, by %(owner)s",
     ),
     LeaseWasLost: (
         logging.WARNING,

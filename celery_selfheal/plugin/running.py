@@ -6,8 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from celery_selfheal.leases.port import Lease, LeaseStore, Start
+from celery.exceptions import Reject
+
+from celery_selfheal.dedup.port import Job
+from celery_selfheal.errors import StalledTooOften, StoreError
+from celery_selfheal.leases.port import Lease, LeaseStore, Renewal, Start
 from celery_selfheal.plugin.next_attempt import NextAttempt
+from celery_selfheal.plugin.on_commit import AfterCommit
+from celery_selfheal.telemetry.events import LeaseWasLost, Observer
 
 CONTEXT_KEY = "selfheal"
 """Where the main process puts what it knows of the start, inside the request's properties."""
@@ -22,15 +28,56 @@ class Running:
         asks_retry: ``self.retry()`` is under way: its signature is ours to send.
         gave_up: What ``self.retry()`` raised when it found its attempts used up.
         is_disowned: The message is somebody else's now, and its next attempt, too.
+        stalled: Why the body must not run: too many starts of it never ended.
+        session: Of SQLAlchemy, while the body runs in a transaction of ours.
+        job: What the start has an effect on record for.
+        after_commit: What waits for the commit; without a transaction, for the end of the body.
+        is_parked: A copy of the message comes back later; this start has not taken place.
+        is_replaced: Another task was put in this one's place.
     """
 
     start: Start
     lease: Lease
     leases: LeaseStore
+    tell: Observer
+    after_commit: AfterCommit
     retries: list[NextAttempt] = field(default_factory=list)
     asks_retry: bool = False
     gave_up: Exception | None = None
     is_disowned: bool = False
+    stalled: StalledTooOften | None = None
+    session: Any = None
+    job: Job | None = None
+    is_parked: bool = False
+    is_replaced: bool = False
+
+    def is_confirmed(self) -> bool:
+        """Ask the store whether the lease is ours; ``False`` also when it does not answer."""
+        try:
+            return self.leases.renew([self.start]) == [Renewal.HELD]
+        except StoreError:
+            return False
+
+    def is_overtaken(self) -> bool:
+        """Ask the store whether another start has taken the task; ``False`` also when it does not answer."""
+        try:
+            return self.leases.renew([self.start]) != [Renewal.HELD]
+        except StoreError:
+            return False
+
+    def lost(self, reason: str) -> Exception:
+        """Tell that the start came too late; returns how to leave it: the message goes back while it is ours."""
+        self.tell(
+            LeaseWasLost(
+                task_name=self.start.task_name,
+                task_id=self.start.task_id,
+                reason=reason,
+                owner=self.start.node,
+                age_seconds=0.0,
+            )
+        )
+        leave: Exception = Reject(reason, requeue=True)
+        return leave
 
 
 def running_of(request: Any) -> Running | None:

@@ -11,6 +11,7 @@ from typing import Any
 from celery import Celery
 
 from celery_selfheal.agents.envelope import Envelope
+from celery_selfheal.dedup.redis import RedisClaims
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.keys import Keys, session_of_tag
 from celery_selfheal.leases.redis import RedisLeaseStore
@@ -46,6 +47,7 @@ class Stores:
     """
 
     leases: RedisLeaseStore
+    claims: RedisClaims
     sessions: RedisSessionStore
     deliveries: RedisDeliveryStore | None
     unowned: UnownedDeliveries | None
@@ -124,9 +126,10 @@ def open_stores(app: Celery, settings: SelfHealSettings, keys: Keys) -> Stores:
         unacked=layout.unacked if layout and together else None,
         budget=RetryBudget.parse(settings.retry_budget) if settings.retry_budget else None,
     )
+    claims = RedisClaims(client, keys, ttl=settings.idempotency_ttl, address=without_password(lease.url))
     if layout is None or broker is None:
         sessions = RedisSessionStore(client, keys, ttl=settings.lease_ttl, address=without_password(lease.url))
-        return Stores(leases=leases, sessions=sessions, deliveries=None, unowned=None, together=True)
+        return Stores(leases=leases, claims=claims, sessions=sessions, deliveries=None, unowned=None, together=True)
     if not together:
         client = open_client(broker, ttl=settings.lease_ttl)
     address = without_password(broker.url)
@@ -134,6 +137,7 @@ def open_stores(app: Celery, settings: SelfHealSettings, keys: Keys) -> Stores:
     deliveries = RedisDeliveryStore(client, keys, unacked=layout.unacked, address=address)
     return Stores(
         leases=leases,
+        claims=claims,
         sessions=sessions,
         deliveries=deliveries,
         unowned=UnownedDeliveries(app, deliveries, layout),

@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from time import sleep
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task, states
+from celery.canvas import Signature
 from celery.exceptions import Reject, Retry
 
 from celery_selfheal import headers as names
+from celery_selfheal.arguments import KeyTemplate, body_of
 from celery_selfheal.backoff import RetryPolicy
 from celery_selfheal.classify import Verdict, classify
 from celery_selfheal.clock import jitter, monotonic, utc_now
-from celery_selfheal.errors import StoreError
+from celery_selfheal.errors import SelfHealError, StoreError
 from celery_selfheal.leases.port import (
     Lease,
     LeaseStore,
 )
 from celery_selfheal.plugin import eager
 from celery_selfheal.plugin.death import failure_of
+from celery_selfheal.plugin.duplicates import Replaced
 from celery_selfheal.plugin.entrance import enter, start_of
 from celery_selfheal.plugin.install import Plugin, install, is_built_in, plugin_of
 from celery_selfheal.plugin.next_attempt import STORE_PAUSE_SECONDS, NextAttempt, send_retries
+from celery_selfheal.plugin.on_commit import AfterCommit
+from celery_selfheal.plugin.once import check_options, mark_dispatched, run_body, run_or_fail
 from celery_selfheal.plugin.retry import age_of, mark, policy_now, policy_of
 from celery_selfheal.plugin.running import Running, context_of, running_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.orm import Session
 
 logger = logging.getLogger("celery_selfheal")
 
@@ -54,6 +62,15 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         dead_letter_queue: Another queue than ``selfheal_dlq``.
         dead_letter_for: Only these exceptions are dead-lettered; by default all.
         dont_dead_letter_for: These exceptions are not.
+        dedup: ``"transaction"``: body and dedup row commit together, through ``self.session``. ``"claim"``: a row is
+            claimed before the body, for effects outside of the database. ``"redis"``: the same without a database.
+            ``None``: no idempotency key.
+        idempotency_key: What the effect is known by: a template over the arguments, ``"payment:{payment_id}"``, or a
+            callable that gets them; by default the task's name and id.
+        on_in_doubt: What becomes of a claim whose start died: ``"takeover"`` runs the body again, ``"hold"`` leaves
+            it to a person (dead letter ``in_doubt``).
+        store_result: ``False``: the result is not kept for duplicates, which then return ``None``.
+        commit_on_ignore: ``True``: a body that raises ``Ignore`` is committed; by default it is rolled back.
     """
 
     abstract = True
@@ -73,6 +90,12 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
     dead_letter_queue: str | None = None
     dead_letter_for: tuple[type[BaseException], ...] = (Exception,)
     dont_dead_letter_for: tuple[type[BaseException], ...] = ()
+
+    dedup: str | None = None
+    idempotency_key: KeyTemplate | None = None
+    on_in_doubt: str = "takeover"
+    store_result: bool = True
+    commit_on_ignore: bool = False
 
     retry_policy: RetryPolicy
     #: Celery wraps ``run`` of tasks that lack it; ours are retried outside of the body, by ``__call__``.
@@ -99,6 +122,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             return
         plugin = install(app)
         cls.retry_policy = policy_of(cls, base=SelfHealTask, default_retry_for=plugin.autoretry_for)
+        check_options(cls, plugin, f"task {cls.name}", body_of(cls))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under a lease. A direct call, ``task(...)``, runs the plain body."""
@@ -112,8 +136,11 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         leases: LeaseStore = plugin.eager_leases if request.is_eager else plugin.stores.leases
         running = enter(self, plugin, start, leases)
         try:
-            result = self.run(*args, **kwargs)
+            if running.stalled is not None:
+                return run_or_fail(self, plugin, running, running.stalled, args, kwargs)
+            result = run_body(self, plugin, running, args, kwargs)
         except Exception as exc:
+            running.after_commit.clear()
             retry = self._judge(plugin, running, exc)
             send_retries(self, plugin, running, raised=retry or exc)
             if retry is not None:
@@ -144,6 +171,56 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         """Lease of the running start; ``None`` outside of one."""
         running = running_of(self.request)
         return running.lease if running else None
+
+    @property
+    def session(self) -> Session:
+        """The session of the transaction that the body runs in, and its dedup row with it.
+
+        It is committed when the body returns, and rolled back when it raises; ``commit()`` is not the body's.
+
+        Raises:
+            SelfHealError: no transaction of ours is open.
+        """
+        running = running_of(self.request)
+        if running is None or running.session is None:
+            raise SelfHealError(
+                f"task {self.name}: self.session is there while the body runs with dedup='transaction',"
+                " in a worker or by task.apply(); a direct call has none"
+            )
+        session: Session = running.session
+        return session
+
+    def on_commit(self, function: Callable[[], object]) -> None:
+        """Call ``function`` after the commit; without a transaction, when the body has returned. Not after a failure.
+
+        What it raises is logged and changes nothing: the effect is there.
+        """
+        self._after_commit("on_commit").add(function)
+
+    def send_on_commit(self, signature: Signature) -> Any:
+        """Send a task after the commit; without a transaction, when the body has returned. Not after a failure.
+
+        With ``selfheal_outbox`` the message is a row of the same transaction, and no crash loses it.
+
+        Returns:
+            The ``AsyncResult`` of the message that is to be sent.
+        """
+        return self._after_commit("send_on_commit").send(signature)
+
+    def _after_commit(self, name: str) -> AfterCommit:
+        running = running_of(self.request)
+        if running is None:
+            raise SelfHealError(
+                f"task {self.name}: self.{name}() is there while the body runs in a worker or by task.apply()"
+            )
+        return running.after_commit
+
+    def on_replace(self, sig: Signature) -> Any:
+        """As Celery's, but inside of a claim the replacement is sent when the claim is settled."""
+        running = running_of(self.request)
+        if running is None or self.dedup is None or self.request.is_eager:
+            return super().on_replace(sig)
+        raise Replaced(sig)
 
     def retry(
         self,
@@ -221,6 +298,8 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         # The result could not be stored, say: the message must come back, so nothing may say that it is done.
         unfinished = sys.exc_info()[1] is not None
         requeued = isinstance(retval, Reject) and retval.requeue
+        if state == states.SUCCESS or running.is_replaced:
+            mark_dispatched(self, plugin_of(self.app), running)
         failure = ""
         if state in (states.FAILURE, states.REJECTED) and not unfinished and not self.request.is_eager:
             # Main moves the message; if it dies before it can, the next worker that gets the message must know.
@@ -236,10 +315,12 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
                 running.leases.release(
                     running.start,
                     # A marker that all is done would make whoever has the message now drop it.
-                    ended=not running.is_disowned,
+                    ended=not (running.is_disowned or running.is_parked),
                     # An eager start has no message of which a copy could come.
-                    marker=not (unfinished or requeued or running.is_disowned or self.request.is_eager),
-                    state=(state or "raised").lower(),
+                    marker=not (
+                        unfinished or requeued or running.is_disowned or running.is_parked or self.request.is_eager
+                    ),
+                    state="parked" if running.is_parked else (state or "raised").lower(),
                     # Failures and rejections are settled by main, from the raw message.
                     acknowledge=not unfinished and state in (states.SUCCESS, states.RETRY, states.IGNORED),
                     failure=failure,

@@ -52,7 +52,7 @@ class LeaseWasLost:
     """Another start has taken the lease of a start that still runs here.
 
     Attributes:
-        reason: ``taken over``.
+        reason: ``taken over``; ``commit refused`` and the like, if it tried to record its effect after that.
         owner: Node name of the worker that lost it.
         age_seconds: How long the start has run.
     """
@@ -79,6 +79,23 @@ class TaskDeadLettered:
     queue: str
 
 
-Event: TypeAlias = TaskDeadLettered | TaskStalled | TaskRecovered | LeaseWasLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DuplicateSuppressed:
+    """A message came again whose effect was there already: its body did not run.
+
+    Attributes:
+        reason: ``completed``.
+        owner: Id of the task whose effect it is.
+        age_seconds: 0.
+    """
+
+    task_name: str
+    task_id: str
+    reason: str
+    owner: str
+    age_seconds: float
+
+
+Event: TypeAlias = DuplicateSuppressed | TaskDeadLettered | TaskStalled | TaskRecovered | LeaseWasLost
 Observer: TypeAlias = Callable[[Event], None]
 """Called in the thread that noticed; must not raise."""

@@ -1,0 +1,209 @@
+"""The dedup row inside the body's own transaction: two statements, and the database undoes both with the body."""
+
+from __future__ import annotations
+
+import hashlib
+from datetime import timedelta
+from typing import Any
+
+from sqlalchemy import Engine, null, select, text, update
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session
+
+from celery_selfheal.database.instants import store_now
+from celery_selfheal.database.tables import ProcessedJob
+from celery_selfheal.dedup.faults import Fault, fault_of
+from celery_selfheal.dedup.owner import Owner
+from celery_selfheal.dedup.port import Answer, Granted, Held, Job, Status
+from celery_selfheal.dedup.record import Record, judge, owner_of
+
+LOCK_WAIT = timedelta(seconds=1)
+"""How long a start waits for another transaction that has its key, before it gives its place in the pool to others."""
+
+JOBS = ProcessedJob.__table__
+_COLUMNS = "idempotency_key, job_name, status, fence, payload_hash, owner, dispatched"
+# One statement: it bounds its own wait for another transaction with the same key, says who we are to whoever must end
+# us, and puts the body's lock_timeout back. The advisory lock is there to be asked about; a row that is not committed
+# cannot be seen.
+_POSTGRES = text(f"""
+WITH before AS MATERIALIZED (SELECT current_setting('lock_timeout') AS lock_timeout),
+bounded AS MATERIALIZED (
+  SELECT set_config('lock_timeout', :wait_ms, true), set_config('application_name', :backend, true) FROM before),
+alone AS MATERIALIZED (SELECT pg_advisory_xact_lock(:lock) FROM bounded)
+INSERT INTO processed_jobs ({_COLUMNS})
+SELECT :key, :job_name, 'IN_PROGRESS', :fence, :payload_hash, :owner, false FROM alone
+ON CONFLICT DO NOTHING
+RETURNING set_config('lock_timeout', (SELECT lock_timeout FROM before), true)
+""")  # noqa: S608  # constants only
+_MYSQL_ROW = f"""INTO processed_jobs ({_COLUMNS})
+VALUES (:key, :job_name, 'IN_PROGRESS', :fence, :payload_hash, CONCAT(:owner, '@', CONNECTION_ID()), false)"""
+_MARIADB = text(
+    f"SET STATEMENT innodb_lock_wait_timeout = {LOCK_WAIT.seconds} FOR INSERT IGNORE {_MYSQL_ROW}"
+)  # as above
+_MYSQL = text(f"INSERT /*+ SET_VAR(innodb_lock_wait_timeout = {LOCK_WAIT.seconds}) */ IGNORE {_MYSQL_ROW}")  # as above
+_SQLITE = text(f"""
+INSERT OR IGNORE INTO processed_jobs ({_COLUMNS})
+VALUES (:key, :job_name, 'IN_PROGRESS', :fence, :payload_hash, :owner, false)
+""")  # noqa: S608  # as above
+
+# Of an earlier start of the same task only, and only while it still has this very key.
+_END_POSTGRES = text("""
+SELECT pg_terminate_backend(held.pid)
+FROM pg_locks AS held JOIN pg_stat_activity AS backend ON backend.pid = held.pid
+WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 1
+  AND held.database = (SELECT oid FROM pg_database WHERE datname = current_database())
+  AND (held.classid::bigint << 32 | held.objid::bigint) = :lock
+  AND backend.application_name LIKE :ours
+  AND split_part(backend.application_name, ' ', 3)::bigint < :fence
+""")
+
+
+def take(session: Session, job: Job) -> Answer:
+    """Insert the row of ``job`` as the transaction's first statement.
+
+    Waits ``LOCK_WAIT`` for another transaction that has the key. Unless the answer is ``Granted``, the transaction is
+    rolled back.
+    """
+    for _ in range(3):
+        try:
+            if _insert(session, job):
+                return Granted()
+            session.rollback()
+            answer = look(session, job)
+        except DBAPIError as exc:
+            session.rollback()
+            if fault_of(exc) not in (Fault.BLOCKED, Fault.REPEAT):
+                raise
+            return Held(task_id="", token="", fence=0, age=timedelta(0))
+        session.rollback()
+        if answer is not None:
+            return answer
+        # Whoever had the key has rolled back meanwhile: it is free again.
+    return Held(task_id="", token="", fence=0, age=timedelta(0))
+
+
+def look(session: Session, job: Job) -> Answer | None:
+    """What the committed row says; ``None`` without one."""
+    found = session.execute(select(JOBS, store_now().label("now")).where(JOBS.c.idempotency_key == job.key)).first()
+    if found is None:
+        return None
+    record = Record(
+        status=Status(found.status),
+        task_name=found.job_name,
+        owner=Owner.parse(found.owner),
+        fence=int(found.fence),
+        payload_hash=found.payload_hash,
+        age=found.now - found.updated_at,
+        payload=found.response_payload,
+        dispatched=bool(found.dispatched),
+    )
+    return judge(job, record)
+
+
+def inherit(session: Session, job: Job, held: Held) -> bool:
+    """Take a row that another mode, or another system with this table, left in progress; commits with the body."""
+    return _updated(
+        session,
+        job,
+        JOBS.c.status == Status.IN_PROGRESS.value,
+        JOBS.c.fence == held.fence,
+        JOBS.c.fence < job.fence,
+        fence=job.fence,
+        owner=str(owner_of(job)),
+        payload_hash=job.payload_hash,
+    )
+
+
+def complete(session: Session, job: Job, payload: Any) -> bool:
+    """Say that the effect is there, as the transaction's last statement.
+
+    Args:
+        payload: The result as plain JSON values; ``None`` stores none.
+
+    Returns:
+        ``False`` when the row is not this start's any more: the transaction must be rolled back.
+    """
+    return _updated(
+        session,
+        job,
+        JOBS.c.status == Status.IN_PROGRESS.value,
+        JOBS.c.fence == job.fence,
+        status=Status.COMPLETED.value,
+        response_payload=null() if payload is None else payload,
+    )
+
+
+def mark_dispatched(session: Session, job: Job) -> None:
+    """Remember that the callbacks of a finished job were sent. A second call changes nothing."""
+    _updated(session, job, JOBS.c.status == Status.COMPLETED.value, dispatched=True)
+    session.commit()
+
+
+def is_committed(session: Session, job: Job) -> bool:
+    """Whether this very start's commit went through, though its answer was lost."""
+    found = session.execute(
+        select(JOBS.c.fence).where(
+            JOBS.c.idempotency_key == job.key, JOBS.c.status == Status.COMPLETED.value, JOBS.c.fence == job.fence
+        )
+    ).first()
+    return found is not None
+
+
+def end_overtaken(engine: Engine, job: Job) -> bool:
+    """End the connection of an earlier start of the same task that still has the key: paused, or cut off.
+
+    Never of a later one, nor of another task's. To be called by whoever has just proved that the lease is its own.
+
+    Returns:
+        Whether there was one. SQLite has no connections to end: always ``False``.
+    """
+    if engine.dialect.name == "postgresql":
+        ours = {"lock": _lock_of(job.key), "ours": f"selfheal {_short(job.task_id)} %", "fence": job.fence}
+        with engine.begin() as connection:
+            return bool(connection.execute(_END_POSTGRES, ours).all())
+    if engine.dialect.name not in ("mysql", "mariadb"):
+        return False
+    with engine.connect().execution_options(isolation_level="READ UNCOMMITTED") as connection:
+        row = connection.execute(select(JOBS.c.owner, JOBS.c.fence).where(JOBS.c.idempotency_key == job.key)).first()
+        owner = Owner.parse(row.owner if row else None)
+        _, _, backend = owner.token.partition("@")
+        if row is None or owner.task_id != job.task_id or row.fence >= job.fence or not backend:
+            return False
+        connection.exec_driver_sql(f"KILL {int(backend)}")
+        return True
+
+
+def _insert(session: Session, job: Job) -> bool:
+    dialect = session.get_bind().dialect
+    values = {
+        "key": job.key,
+        "job_name": job.task_name,
+        "fence": job.fence,
+        "payload_hash": job.payload_hash,
+        "owner": str(owner_of(job)),
+    }
+    if dialect.name == "postgresql":
+        values["wait_ms"] = str(int(LOCK_WAIT.total_seconds() * 1000))
+        values["backend"] = f"selfheal {_short(job.task_id)} {job.fence}"
+        values["lock"] = _lock_of(job.key)
+        return session.execute(_POSTGRES, values).first() is not None
+    if dialect.name in ("mysql", "mariadb"):
+        statement = _MARIADB if getattr(dialect, "is_mariadb", False) else _MYSQL
+        return bool(session.execute(statement, values).rowcount)  # type: ignore[attr-defined]  # a cursor's result
+    return bool(session.execute(_SQLITE, values).rowcount)  # type: ignore[attr-defined]  # as above
+
+
+def _updated(session: Session, job: Job, *conditions: Any, **values: Any) -> bool:
+    statement = update(ProcessedJob).where(JOBS.c.idempotency_key == job.key, *conditions)
+    result = session.execute(statement.values(**values))
+    return bool(result.rowcount)  # type: ignore[attr-defined]  # a cursor's result
+
+
+def _short(task_id: str) -> str:
+    # An application_name has 63 characters.
+    return hashlib.sha256(task_id.encode()).hexdigest()[:24]
+
+
+def _lock_of(key: str) -> int:
+    """PostgreSQL's advisory locks have 64 bits."""
+    return int.from_bytes(hashlib.sha256(f"selfheal:{key}".encode()).digest()[:8], "big", signed=True)

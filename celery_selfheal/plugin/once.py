@@ -1,0 +1,109 @@
+"""How a body runs so that its effect happens once: as the task's ``dedup`` says."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from celery_selfheal.arguments import check_template
+from celery_selfheal.dedup.port import Finished, Granted
+from celery_selfheal.errors import SettingsError
+from celery_selfheal.plugin.claimed import run_claimed
+from celery_selfheal.plugin.duplicates import answer, job_of
+from celery_selfheal.plugin.install import Plugin
+from celery_selfheal.plugin.running import Running
+
+logger = logging.getLogger("celery_selfheal")
+
+MODES = ("transaction", "claim", "redis")
+
+
+def check_options(task: Any, plugin: Plugin, where: str, body: Any) -> None:
+    """Check what a task declares about its effects, when it is defined.
+
+    Raises:
+        SettingsError: names task, option, value and remedy.
+    """
+    if task.dedup not in (None, *MODES):
+        raise SettingsError(f"{where}: dedup must be one of {MODES} or None, got {task.dedup!r}", "dedup")
+    if task.on_in_doubt not in ("takeover", "hold"):
+        raise SettingsError(
+            f"{where}: on_in_doubt must be 'takeover' or 'hold', got {task.on_in_doubt!r}", "on_in_doubt"
+        )
+    if task.idempotency_key is not None:
+        check_template(where, "idempotency_key", task.idempotency_key, body)
+        if task.dedup is None:
+            raise SettingsError(
+                f"{where}: idempotency_key has no effect without dedup: add dedup='transaction' (or 'claim', 'redis'),"
+                " or take it out",
+                "idempotency_key",
+            )
+    settings = plugin.settings
+    has_database = any(one is not None for one in (settings.database_url, settings.engine, settings.sessionmaker))
+    if task.dedup in ("transaction", "claim") and not has_database:
+        raise SettingsError(
+            f"{where}: dedup={task.dedup!r} needs a database: set selfheal_database_url, selfheal_engine or"
+            " selfheal_sessionmaker",
+            "dedup",
+        )
+
+
+def run_body(task: Any, plugin: Plugin, running: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run the body, and after it what was to wait for its commit."""
+    if task.dedup is None:
+        result = task.run(*args, **kwargs)
+        running.after_commit.run()
+        return result
+    job = job_of(task, running, args, kwargs)
+    if task.dedup == "transaction":
+        return _transactional().run_in_transaction(task, plugin, running, job, args, kwargs)
+    return run_claimed(task, plugin, running, job, args, kwargs)
+
+
+def run_or_fail(
+    task: Any, plugin: Plugin, running: Running, stalled: Exception, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """End a task that stalled too often: with its result if its effect is there, else with the failure.
+
+    Raises:
+        StalledTooOften: as given.
+    """
+    if task.dedup is None:
+        raise stalled
+    job = job_of(task, running, args, kwargs)
+    found: Any
+    if task.dedup == "transaction":
+        found = _transactional().look(plugin, running, job)
+    else:
+        claims = plugin.claims(task.dedup, eager=bool(task.request.is_eager))
+        found = claims.claim(job)
+        if isinstance(found, Granted):
+            claims.withdraw(job)
+    if isinstance(found, Finished):
+        return answer(task, plugin, running, job, found)
+    raise stalled
+
+
+def mark_dispatched(task: Any, plugin: Plugin, running: Running) -> None:
+    """Remember that callbacks, chain or chord of a finished task were sent, if it has any.
+
+    A failure is only logged: a duplicate would send them once more, which is allowed.
+    """
+    request = task.request
+    if running.job is None or not (request.callbacks or request.chain or request.chord or running.is_replaced):
+        return
+    try:
+        if task.dedup == "transaction":
+            _transactional().mark_dispatched(plugin, running.job)
+        else:
+            plugin.claims(task.dedup, eager=bool(request.is_eager)).mark_dispatched(running.job)
+    except Exception as exc:  # noqa: BLE001  # whatever the database says, the task has ended well
+        logger.warning("%s[%s]: its row could not be marked as dispatched: %s", task.name, request.id, exc)
+
+
+def _transactional() -> Any:
+    # Loads SQLAlchemy, which nobody else needs.
+    from celery_selfheal.plugin import in_transaction
+
+    return in_transaction
