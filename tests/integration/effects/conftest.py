@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, make_url, text
 
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.testing import RedisServer
+from celery_selfheal.testing.mariadb import MariaServer, find_mariadb_binary
 from celery_selfheal.testing.postgres import PostgresServer
 from celery_selfheal.testing.rabbitmq import RabbitServer, find_rabbitmq_binary
 from integration.effects.office import Office
@@ -46,32 +47,46 @@ def rabbit_server() -> Iterator[RabbitServer]:
         yield running
 
 
-@pytest.fixture
-def database(postgres_server: PostgresServer) -> Iterator[Engine]:
-    """A database of this test alone."""
+@pytest.fixture(scope="session")
+def maria_server() -> Iterator[MariaServer]:
+    """A private MariaDB. Without one the tests are left out on this machine, and fail in CI."""
+    try:
+        find_mariadb_binary()
+    except SettingsError as exc:
+        if os.environ.get("CI", "").lower() == "true":
+            pytest.fail(str(exc))
+        pytest.skip(str(exc))
+    with MariaServer() as running:
+        yield running
+
+
+def make_database(kind: str, request: pytest.FixtureRequest, folder: Path) -> Engine:
+    """A database of this test alone; its server lives as long as the session."""
+    if kind == "sqlite":
+        return create_engine(f"sqlite:///{folder / 'ledger.db'}")
+    fixture, driver = {"postgresql": ("postgres_server", "psycopg2"), "mariadb": ("maria_server", "pymysql")}[kind]
     name = f"ledger_{uuid.uuid4().hex[:8]}"
-    server = create_engine(postgres_server.url(), isolation_level="AUTOCOMMIT")
+    url = make_url(request.getfixturevalue(fixture).url())
+    server = create_engine(url.set(drivername=f"{url.get_backend_name()}+{driver}"), isolation_level="AUTOCOMMIT")
     with server.connect() as connection:
         connection.execute(text(f"CREATE DATABASE {name}"))
     engine = create_engine(server.url.set(database=name))
-    yield engine
-    engine.dispose()
-    with server.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
     server.dispose()
+    return engine
 
 
 @pytest.fixture
 def new_office(
-    redis_server: RedisServer, database: Engine, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[Callable[[str], Office]]:
-    """Makes an office on a kind of broker. If the test fails, its workers' logs are in its report."""
+    redis_server: RedisServer, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Office]]:
+    """Makes an office on a kind of broker and of database. If the test fails, its workers' logs are in its report."""
     offices: list[Office] = []
 
-    def make(kind: str) -> Office:
+    def make(kind: str, *, database: str = "postgresql") -> Office:
         # Asked for only now, so that a test on Redis needs no RabbitMQ.
         broker = redis_server.url(0) if kind == "redis" else request.getfixturevalue("rabbit_server").url()
-        offices.append(Office(broker, redis_server, database, tmp_path, name=f"ledger-{uuid.uuid4().hex[:8]}"))
+        engine = make_database(database, request, tmp_path)
+        offices.append(Office(broker, redis_server, engine, tmp_path, name=f"ledger-{uuid.uuid4().hex[:8]}"))
         return offices[-1]
 
     try:
@@ -85,12 +100,12 @@ def new_office(
 
 
 @pytest.fixture(params=BROKERS)
-def office(request: pytest.FixtureRequest, new_office: Callable[[str], Office]) -> Office:
+def office(request: pytest.FixtureRequest, new_office: Callable[..., Office]) -> Office:
     """An office on each kind of broker."""
     return new_office(request.param)
 
 
 @pytest.fixture
-def redis_office(new_office: Callable[[str], Office]) -> Office:
+def redis_office(new_office: Callable[..., Office]) -> Office:
     """An office on Redis."""
     return new_office("redis")

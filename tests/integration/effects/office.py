@@ -17,6 +17,7 @@ from unittest import mock
 from celery import _state
 from sqlalchemy import Engine, text
 
+from celery_selfheal import DeadLetterQueue
 from celery_selfheal.database.migrate import upgrade
 from celery_selfheal.keys import Keys
 from celery_selfheal.testing import RedisServer, WorkerProcess
@@ -71,6 +72,16 @@ class Office:
                 spec.loader.exec_module(self._ledger)
         return self._ledger
 
+    @property
+    def dlq(self) -> DeadLetterQueue:
+        return DeadLetterQueue(self.ledger.app)
+
+    def is_idle(self) -> bool:
+        """Nothing waits, and nothing runs."""
+        client = self._redis.client(0)
+        inflight = self._redis.client(0 if self._broker.startswith("redis") else 2).hlen(f"{self.keys.root}:inflight")
+        return not client.llen(self.queue) and not client.hlen("unacked") and not inflight
+
     def start(
         self, name: str = "w", *, ready: bool = True, die_at: Sequence[str] = (), **options: Any
     ) -> WorkerProcess:
@@ -123,6 +134,10 @@ class Office:
 
     def results(self, results: Iterable[Any], *, patience: float = PATIENCE_SECONDS) -> list[Any]:
         return [result.get(timeout=patience, propagate=True) for result in results]
+
+    def log(self, name: str) -> str:
+        """What a worker has said."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def logs(self) -> str:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("*.log")))

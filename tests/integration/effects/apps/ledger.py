@@ -16,6 +16,7 @@ from celery_selfheal import SelfHealTask
 app = Celery(os.environ["LEDGER_NAME"], broker=os.environ["LEDGER_BROKER"], backend=os.environ["LEDGER_RESULTS"])
 app.conf.update(json.loads(os.environ["LEDGER_SETTINGS"]))
 
+PAUSE_SECONDS = 5
 FOLDER = Path(os.environ["LEDGER_FOLDER"])
 
 
@@ -29,7 +30,8 @@ def note(event, task_id, **more):
 def die_at(point):
     """Let the process die of SIGKILL at one step of each task whose id names the point, once for each.
 
-    A point is ``child package.module:Class.function before``, or ``main``, or ``after``. The id of a task is
+    A point is ``child package.module:Class.function before``, or ``main``, or ``after``; ``pause`` instead of these
+    stays there for a while. The id of a task is
     ``<number of the point>-<round>``; those of other tasks go through.
     """
     number, who, path, when = point.split(" ")
@@ -47,11 +49,14 @@ def die_at(point):
         died = FOLDER / f"died.{task_id}"
         if not died.exists():
             died.touch()
+            if when == "pause":
+                time.sleep(PAUSE_SECONDS)
+                return
             os.kill(os.getpid(), signal.SIGKILL)
 
     @functools.wraps(step)
     def dying(*args, **kwargs):
-        if when == "before":
+        if when in ("before", "pause"):
             die(args)
         result = step(*args, **kwargs)
         if when == "after":
@@ -82,6 +87,7 @@ def book(self, amount):
         text("INSERT INTO entries (name, amount) VALUES (:name, :amount)"),
         {"name": self.request.id, "amount": amount},
     )
+    note("written", self.request.id)
     wait_for_gate(self.request.id)
     return amount
 
@@ -114,6 +120,11 @@ def book_order(self, order, amount=1):
         text("INSERT INTO entries (name, amount) VALUES (:name, :amount)"), {"name": order, "amount": amount}
     )
     return [order, amount]
+
+
+@app.task(bind=True, base=SelfHealTask)
+def count(self, things):
+    return len(things)
 
 
 @app.task(bind=True, base=SelfHealTask, dedup="transaction", retry_backoff=0.1)
