@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, make_url, text
+from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.testing import RedisServer
@@ -70,7 +70,8 @@ def make_database(kind: str, request: pytest.FixtureRequest, folder: Path) -> En
     server = create_engine(url.set(drivername=f"{url.get_backend_name()}+{driver}"), isolation_level="AUTOCOMMIT")
     with server.connect() as connection:
         connection.execute(text(f"CREATE DATABASE {name}"))
-    engine = create_engine(server.url.set(database=name))
+    # No pool: the server may be restarted.
+    engine = create_engine(server.url.set(database=name), poolclass=NullPool)
     server.dispose()
     return engine
 
