@@ -15,6 +15,7 @@ from kombu.utils.json import dumps, loads
 from celery_selfheal.arguments import key_of, payload_hash, shortened
 from celery_selfheal.dedup.payload import decode
 from celery_selfheal.dedup.port import Finished, Job
+from celery_selfheal.leases.port import Start
 from celery_selfheal.plugin.install import Plugin
 from celery_selfheal.plugin.parking import park
 from celery_selfheal.plugin.running import Running
@@ -47,13 +48,24 @@ def job_of(task: Any, running: Running, args: Sequence[Any], kwargs: Mapping[str
     Raises:
         UnrecoverableError: ``idempotency_key`` gives no key for these arguments.
     """
-    request = task.request
+    nesting = task.request.replaced_task_nesting
+    return make_job(task, running.start, args, kwargs, fence=running.lease.fence, nesting=nesting)
+
+
+def make_job(
+    task: Any, start: Start, args: Sequence[Any], kwargs: Mapping[str, Any], *, fence: int, nesting: int | None
+) -> Job:
+    """The same from what is known of a message outside of its start.
+
+    Args:
+        nesting: How many tasks ``self.replace()`` has put in each other's place.
+    """
     return Job(
-        key=_job_key(task, args, kwargs),
+        key=_job_key(task, start.task_id, nesting, args, kwargs),
         task_name=task.name,
-        task_id=request.id,
-        token=running.start.token,
-        fence=running.lease.fence,
+        task_id=start.task_id,
+        token=start.token,
+        fence=fence,
         payload_hash=payload_hash(task.name, task.run, args, kwargs, dumps=partial(dumps, sort_keys=True)),
     )
 
@@ -103,9 +115,8 @@ def leave_parked(task: Any, plugin: Plugin, running: Running, patience: timedelt
     return Ignore(f"parked: another start has its idempotency key, for {patience.total_seconds():.1f} s at least")
 
 
-def _job_key(task: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _job_key(task: Any, task_id: str, nesting: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     if task.idempotency_key is not None:
         return key_of(where_of(task), "idempotency_key", task.idempotency_key, task.run, args, kwargs)
     # A task that replaces itself keeps its id, and is another job all the same.
-    nesting = task.request.replaced_task_nesting
-    return shortened(f"{task.name}:{task.request.id}" + (f":{nesting}" if nesting else ""))
+    return shortened(f"{task.name}:{task_id}" + (f":{nesting}" if nesting else ""))

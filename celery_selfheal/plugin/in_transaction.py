@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from time import sleep
 from typing import Any, TypeVar
 
@@ -15,13 +16,14 @@ from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.orm import Session
 
 from celery_selfheal.clock import jitter, monotonic
+from celery_selfheal.database.drivers import shown
 from celery_selfheal.database.migrate import check
 from celery_selfheal.dedup import transaction
-from celery_selfheal.dedup.faults import Fault, fault_of
+from celery_selfheal.dedup.faults import Fault, fault_of, said
 from celery_selfheal.dedup.payload import encode
 from celery_selfheal.dedup.port import Answer, Doubtful, Finished, Granted, Held, Job, Mismatch
 from celery_selfheal.dedup.takeover import TakeOver
-from celery_selfheal.errors import InDoubt, PayloadMismatch, UnrecoverableError
+from celery_selfheal.errors import InDoubt, PayloadMismatch, StoreError, UnrecoverableError
 from celery_selfheal.plugin.duplicates import (
     Replaced,
     answer,
@@ -53,7 +55,8 @@ def run_in_transaction(
         Reject: the database did not answer, or the lease was lost: the message goes back, uncounted.
     """
     with plugin.database.new_session() as session:
-        found = _take(plugin, session, running, job)
+        with _handing_back():
+            found = _take(plugin, session, running, job)
         if isinstance(found, Granted):
             return _effect(task, plugin, running, session, job, args, kwargs)
     if isinstance(found, Finished):
@@ -65,14 +68,18 @@ def run_in_transaction(
     raise leave_parked(task, plugin, running, transaction.LOCK_WAIT)
 
 
-def look(plugin: Plugin, running: Running, job: Job) -> Answer | None:
-    """What the committed row says."""
+def look(plugin: Plugin, job: Job, *, patience: timedelta) -> Answer | None:
+    """What the committed row says.
+
+    Raises:
+        StoreError: the database does not answer.
+    """
 
     def ask() -> Answer | None:
         with plugin.database.new_session() as session:
             return transaction.look(session, job)
 
-    return _patiently(plugin, running, ask)
+    return _patiently(plugin, ask, patience=patience)
 
 
 def mark_dispatched(plugin: Plugin, job: Job) -> None:
@@ -83,7 +90,7 @@ def mark_dispatched(plugin: Plugin, job: Job) -> None:
 
 def _take(plugin: Plugin, session: Session, running: Running, job: Job) -> Answer:
     """Open the transaction with the row; what stands in the way and is gone is removed once."""
-    found = _patiently(plugin, running, lambda: transaction.take(session, job))
+    found = _patiently(plugin, lambda: transaction.take(session, job))
     if not isinstance(found, Held):
         return found
     if found.token:
@@ -95,13 +102,22 @@ def _take(plugin: Plugin, session: Session, running: Running, job: Job) -> Answe
         return found
     if running.is_confirmed() and transaction.end_overtaken(session.get_bind().engine, job):
         logger.warning("%s[%s]: ended the connection of an earlier start that is gone", job.task_name, job.task_id)
-        found = _patiently(plugin, running, lambda: transaction.take(session, job))
+        found = _patiently(plugin, lambda: transaction.take(session, job))
     return found
 
 
-def _patiently(plugin: Plugin, running: Running, step: Callable[[], _T]) -> _T:
-    """Try for one TTL; a database that is away is no failure of the task."""
-    give_up_at = monotonic() + plugin.settings.lease_ttl.total_seconds()
+@contextmanager
+def _handing_back() -> Iterator[None]:
+    """Whatever has begun is undone, or nobody knows: the message comes back, and its row tells."""
+    try:
+        yield
+    except StoreError as exc:
+        raise Reject(str(exc), requeue=True) from exc
+
+
+def _patiently(plugin: Plugin, step: Callable[[], _T], *, patience: timedelta | None = None) -> _T:
+    """Try for one TTL, or for ``patience``; a database that is away is no failure of the task."""
+    give_up_at = monotonic() + (plugin.settings.lease_ttl if patience is None else patience).total_seconds()
     while True:
         try:
             return step()
@@ -110,8 +126,7 @@ def _patiently(plugin: Plugin, running: Running, step: Callable[[], _T]) -> _T:
                 check(plugin.database.engine)
                 raise
             if monotonic() >= give_up_at:
-                logger.warning("%s is handed back: the database does not answer: %s", running.start.task_id, exc.orig)
-                raise Reject(str(exc.orig), requeue=True) from exc
+                raise StoreError(shown(plugin.database.engine.url), said(exc)) from exc
         sleep(jitter().uniform(*STORE_PAUSE_SECONDS))
 
 
@@ -157,7 +172,8 @@ def _effect(
         running.session = None
     if not is_mine:
         raise running.lost("commit refused")
-    _commit(plugin, session, running, job)
+    with _handing_back():
+        _commit(plugin, session, running, job)
     running.job = job
     running.after_commit.run()
     if isinstance(left_by, Replaced):
@@ -219,4 +235,4 @@ def _is_committed(plugin: Plugin, running: Running, job: Job) -> bool:
         with plugin.database.new_session() as session:
             return transaction.is_committed(session, job)
 
-    return _patiently(plugin, running, ask)
+    return _patiently(plugin, ask)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 from celery_selfheal.arguments import check_template
-from celery_selfheal.dedup.port import Finished, Granted
+from celery_selfheal.dedup.port import Finished, Granted, Job
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.plugin.claimed import run_claimed
-from celery_selfheal.plugin.duplicates import answer, job_of
+from celery_selfheal.plugin.duplicates import answer, job_of, make_job
 from celery_selfheal.plugin.install import Plugin
 from celery_selfheal.plugin.running import Running
 
@@ -72,17 +73,37 @@ def run_or_fail(
     if task.dedup is None:
         raise stalled
     job = job_of(task, running, args, kwargs)
+    found = _find_effect(task, plugin, job, eager=bool(task.request.is_eager), patience=plugin.settings.lease_ttl)
+    if found is None:
+        raise stalled
+    return answer(task, plugin, running, job, found)
+
+
+def has_effect(request: Any, plugin: Plugin) -> bool:
+    """Whether the effect of a message is there, as its worker's main process sees it: then no start of it has failed.
+
+    Raises:
+        StoreError: the store did not answer.
+    """
+    task = request.task
+    if task.dedup is None:
+        return False
+    nesting = request.request_dict.get("replaced_task_nesting")
+    job = make_job(task, request.start, request.args, request.kwargs, fence=0, nesting=nesting)
+    # Main's thread must beat: it asks again later.
+    return _find_effect(task, plugin, job, eager=False, patience=timedelta(0)) is not None
+
+
+def _find_effect(task: Any, plugin: Plugin, job: Job, *, eager: bool, patience: timedelta) -> Finished | None:
     found: Any
     if task.dedup == "transaction":
-        found = _transactional().look(plugin, running, job)
+        found = _transactional().look(plugin, job, patience=patience)
     else:
-        claims = plugin.claims(task.dedup, eager=bool(task.request.is_eager))
+        claims = plugin.claims(task.dedup, eager=eager)
         found = claims.claim(job)
         if isinstance(found, Granted):
             claims.withdraw(job)
-    if isinstance(found, Finished):
-        return answer(task, plugin, running, job, found)
-    raise stalled
+    return found if isinstance(found, Finished) else None
 
 
 def mark_dispatched(task: Any, plugin: Plugin, running: Running) -> None:

@@ -11,6 +11,8 @@ from celery_selfheal.clock import utc_now
 from celery_selfheal.dead_letter import Death
 from celery_selfheal.errors import StalledTooOften
 from celery_selfheal.plugin.death import death_of_request, reason_of
+from celery_selfheal.plugin.install import plugin_of
+from celery_selfheal.plugin.once import has_effect
 
 logger = logging.getLogger("celery_selfheal")
 
@@ -25,6 +27,14 @@ class StalledFailure:
         self.queue: str | None = request.task.dead_letter_queue
         started = request.time_start
         self.age_seconds = utc_now().timestamp() - started if started else 0.0
+
+    def has_effect(self) -> bool:
+        """Whether only its end was never reported: then its next start answers, instead of failing.
+
+        Raises:
+            StoreError: the database did not answer.
+        """
+        return has_effect(self._request, plugin_of(self._request.task.app))
 
     def store(self, unfinished_starts: int) -> StalledTooOften:
         """Store FAILURE, run errbacks, tell chord and chain; once, also when what follows is repeated."""

@@ -375,7 +375,7 @@ class Worker:
                 unfinished_starts=unfinished,
             )
         )
-        if unfinished > self._settings.max_stalls and start.tag:
+        if unfinished > self._settings.max_stalls and start.tag and not failure.has_effect():
             exc = failure.store(unfinished)
             death = failure.death(exc, worker=self.node)
             if death is not None:

@@ -31,7 +31,7 @@ def restart_in_the_midst(office: Office, server: PostgresServer, tasks: int) -> 
     server.restart()
     assert office.results(sent, patience=300) == list(range(tasks))
     assert office.entries() == Counter(f"entry-{n}" for n in range(tasks))
-    assert office.dlq.list() == []
+    assert list(office.dlq.list()) == []
 
 
 def test_restarted_database_loses_and_doubles_nothing(office: Office, postgres_server: PostgresServer) -> None:
