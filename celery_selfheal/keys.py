@@ -72,6 +72,10 @@ class Keys:
         """Hash: event and task name -> count."""
         return f"{self.root}:counters"
 
+    def claim(self, idempotency_key: str) -> str:
+        """Hash ``status, task, owner, fence, hash, at_ms, payload, dispatched``: what the key already did."""
+        return f"{self.root}:claim:{idempotency_key}"
+
     def session(self, session: str) -> str:
         """Exists as long as the worker process beats."""
         return f"{self.root}:session:{session}"

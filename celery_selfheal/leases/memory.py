@@ -42,7 +42,7 @@ class _Task:
 
 
 class MemoryLeaseStore:
-    """``LeaseStore`` in plain dictionaries.
+    """``LeaseStore`` and ``LeaseInquiry`` in plain dictionaries.
 
     Args:
         clock: Seconds; only differences count. The store's clock is this one.
@@ -179,6 +179,13 @@ class MemoryLeaseStore:
                 self.counters[f"stalls|{start.start.task_name}"] += 1
                 stalls.append(self._stall(task_id, task, start))
             return stalls
+
+    def is_held(self, task_id: str, token: str) -> bool:
+        """See ``LeaseInquiry.is_held``."""
+        with self._lock:
+            task = self._tasks.get(task_id)
+            lease = task.lease if task else None
+            return lease is not None and lease.start.token == token and lease.expires > self._clock()
 
     def _wait_for_budget(self, start: Start) -> timedelta | None:
         if self._budget is None:

@@ -187,3 +187,16 @@ class LeaseStore(Protocol):
         Args:
             session: A dead session, whose leases end now; ``None`` for leases that have run out by themselves.
         """
+
+
+class LeaseInquiry(Protocol):
+    """Tells others who hold something of their own for as long as their lease lasts."""
+
+    def is_held(self, task_id: str, token: str) -> bool:
+        """Whether this very start holds the lease of its task now. Changes nothing.
+
+        ``False`` also where the store has lost the lease, until the next beat has taken it again.
+
+        Raises:
+            StoreError: the store did not answer.
+        """

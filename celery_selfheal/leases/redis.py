@@ -50,7 +50,7 @@ class UnackedKeys:
 
 
 class RedisLeaseStore:
-    """``LeaseStore`` on one Redis server.
+    """``LeaseStore`` and ``LeaseInquiry`` on one Redis server.
 
     Args:
         client: With a socket timeout well below ``ttl``; owned by the caller.
@@ -222,6 +222,12 @@ class RedisLeaseStore:
             records = self._client.hmget(self._keys.inflight, ids) if ids else []
         stalls = self._expire_each(session, zip(map(text, ids), records, strict=True), now_ms=now_ms)
         return list(islice(stalls, limit))
+
+    def is_held(self, task_id: str, token: str) -> bool:
+        """See ``LeaseInquiry.is_held``."""
+        with answering(self._address, "is_held"):
+            holder = self._client.hget(self._keys.lease(task_id), "token")
+        return holder is not None and text(holder) == token
 
     def _expire_each(
         self, session: str | None, found: Iterable[tuple[str, bytes | None]], *, now_ms: int
