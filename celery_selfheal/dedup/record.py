@@ -37,6 +37,11 @@ def owner_of(job: Job) -> Owner:
     return Owner(job.task_id, job.token)
 
 
+def unseen() -> Answer:
+    """Answer for a key that somebody has in a transaction which has not ended, so that its row cannot be seen."""
+    return Held(task_id="", token="", fence=0, age=timedelta(0))  # nobody's
+
+
 def judge(job: Job, record: Record) -> Answer:
     """Say what ``job`` is told of a key that is taken, perhaps by itself.
 
