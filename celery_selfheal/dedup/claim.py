@@ -52,7 +52,7 @@ class SqlClaims:
         )
 
         def step(connection: Connection) -> bool:
-            if connection.execute(change).rowcount:
+            if connection.execute(change).rowcount == 1:
                 return True
             record = self._look(connection, job)
             return record is not None and record.is_of(job) and record.status is status
@@ -70,7 +70,7 @@ class SqlClaims:
 
         def step(connection: Connection) -> bool:
             for _ in range(_LOOKS):
-                if connection.execute(change).rowcount:
+                if connection.execute(change).rowcount == 1:
                     return True
                 record = self._look(connection, job)
                 if record is not None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, Connection, Engine, case, func, insert, literal, select, text, true
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from celery_selfheal import clock
 from celery_selfheal.database.drivers import shown
@@ -60,7 +60,7 @@ class Steps:
         until = clock.monotonic() + REPEAT_FOR.total_seconds()
         while True:
             try:
-                with self._engine.begin() as connection, self._bounded_waits(connection):
+                with self._connected() as connection, self._bounded_waits(connection):
                     return step(connection)
             except SQLAlchemyError as exc:
                 fault = fault_of(exc)
@@ -77,13 +77,17 @@ class Steps:
         return select(_lock_timeout()).scalar_subquery().is_not(None) if self._is_postgresql else true()
 
     def insert(self, connection: Connection, row: type[Any], values: dict[str, Any]) -> bool:
-        """Insert a row whose first value is its key; ``False`` where the key is there already."""
+        """Insert a row whose first value is its key; ``False`` where the key is there already.
+
+        Not every driver tells the number of rows (psycopg 3 says -1 after an INSERT), so it is only trusted if it is 1.
+        """
         if self._is_postgresql:
             key, value = next(iter(values.items()))
             bounded = {**values, key: case((_lock_timeout().is_not(None), literal(value)))}
-            return bool(connection.execute(postgresql.insert(row).values(bounded).on_conflict_do_nothing()).rowcount)
+            change = postgresql.insert(row).values(bounded).on_conflict_do_nothing().returning(literal(1))
+            return connection.execute(change).first() is not None
         if self._dialect == "sqlite":
-            return bool(connection.execute(sqlite.insert(row).values(values).on_conflict_do_nothing()).rowcount)
+            return connection.execute(sqlite.insert(row).values(values).on_conflict_do_nothing()).rowcount == 1
         try:
             # INSERT IGNORE would also ignore a text that is too long, and cut it.
             connection.execute(insert(row).values(values))
@@ -96,6 +100,18 @@ class Steps:
     @property
     def _is_postgresql(self) -> bool:
         return self._dialect == "postgresql"
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        dialect = self._engine.dialect
+        try:
+            with self._engine.begin() as connection:
+                yield connection
+        except dialect.loaded_dbapi.Error as exc:
+            # A connection that broke in the pool, and was found out when its isolation level was set: SQLAlchemy lets
+            # such an error through as it is.
+            is_broken = dialect.is_disconnect(exc, None, None)
+            raise DBAPIError(None, None, exc, connection_invalidated=is_broken) from exc
 
     @contextmanager
     def _bounded_waits(self, connection: Connection) -> Iterator[None]:
