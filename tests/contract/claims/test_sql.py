@@ -14,10 +14,10 @@ from sqlalchemy import Engine, create_engine, event, select, text, update
 from celery_selfheal.database.tables import ProcessedJob as Row
 from celery_selfheal.dedup import steps
 from celery_selfheal.dedup.claim import SqlClaims
-from celery_selfheal.dedup.port import Finished, Granted, Held, Job
+from celery_selfheal.dedup.port import Doubtful, Finished, Granted, Held, Job
 from celery_selfheal.errors import StoreError
 from celery_selfheal.testing import TcpProxy
-from contract.claim_benches import DATABASES, SqlClaimBench, a_bench, a_job, an_engine, statements
+from contract.claims.benches import DATABASES, SqlClaimBench, a_bench, a_job, an_engine, statements
 
 SERVERS = ("postgresql", "mariadb")
 
@@ -261,6 +261,16 @@ def test_rows_of_another_program_are_judged_by_their_age(bench: SqlClaimBench) -
     assert answer.age >= timedelta(hours=1)
     assert bench.store.inherit(heir, answer, doubt=False)
     assert bench.store.complete(heir, 1)
+
+
+def test_status_of_another_program_is_left_to_a_person(bench: SqlClaimBench) -> None:
+    job = a_job()
+    bench.store.claim(job)
+    with bench.engine.begin() as connection:
+        connection.execute(update(Row).values(status="STALE"))
+
+    assert bench.store.claim(a_job()) == Doubtful()
+    assert not bench.store.complete(job, 1)
 
 
 @pytest.mark.usefixtures("impatient")

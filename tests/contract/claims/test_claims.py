@@ -6,14 +6,17 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta, timezone
+from decimal import Decimal
 from typing import Any
 
 import pytest
+from kombu.utils.json import dumps, loads
 
 from celery_selfheal.dedup.owner import Owner
+from celery_selfheal.dedup.payload import MAX_PAYLOAD_BYTES, decode, encode
 from celery_selfheal.dedup.port import Doubtful, Finished, Granted, Held, Job, Mismatch, Status
-from contract.claim_benches import EXPIRING, KEY_TTL, KINDS, ClaimBench, LostReplies, a_bench, a_job
+from contract.claims.benches import EXPIRING, KEY_TTL, KINDS, ClaimBench, LostReplies, a_bench, a_job
 
 THREADS = 8
 ROUNDS = 20
@@ -384,3 +387,33 @@ def test_there_is_never_a_second_holder_in_a_crowd(bench: ClaimBench) -> None:
     for key, count in effects.items():
         seen = bench.look(key)
         assert (seen.status if seen else None) == (Status.COMPLETED if count else None)
+
+
+# -- results of bodies
+
+
+TRICKY = [
+    {"zebra": 1, "a": {"b": 1.0}},
+    [2**63 - 1, -(2**63) + 1, 0.1, 1.5e-5, 999_999_999_999_999.9],
+    2**70,
+    [1e22, -0.0, 5e-324],
+    "quotes ' \" \\ \\u0000 %s :name 🧾",
+    [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[["deep"]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]],
+    Decimal("1.10"),
+    {"at": datetime(2026, 12, 1, tzinfo=timezone.utc), "raw": b"\xff\x00"},
+    "x" * (MAX_PAYLOAD_BYTES - 2),
+]
+
+
+@pytest.mark.parametrize("result", TRICKY, ids=range(len(TRICKY)))
+def test_result_of_a_body_comes_back_as_it_was(bench: ClaimBench, result: Any) -> None:
+    job = a_job()
+    bench.store.claim(job)
+    bench.store.complete(job, encode(result, task_name="shop.pay", dumps=dumps))
+
+    answer = bench.store.claim(a_job())
+
+    assert isinstance(answer, Finished)
+    again = decode(answer.payload, loads=loads)
+    assert again == result
+    assert isinstance(again, dict) or repr(again) == repr(result)
