@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Dialect, Engine, Select, delete, inspect, select
+from sqlalchemy import Connection, Dialect, Engine, delete, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from celery_selfheal.database.drivers import shown
@@ -92,7 +92,7 @@ class Outbox:
             return len(connection.execute(select(OutboxMessage.id)).all())
 
     @contextmanager
-    def _held(self, wanted: Select[Any], *, older_than: timedelta | None) -> Iterator[Held]:
+    def _held(self, wanted: Any, *, older_than: timedelta | None) -> Iterator[Held]:
         with self._answering(), self._engine.begin() as connection:
             # The store's clock judges. A statement of its own: what it takes to compute with instants differs.
             now: datetime = connection.execute(select(store_now())).scalar_one()

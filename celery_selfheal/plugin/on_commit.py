@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from celery import Celery, Task, _state
 from celery.canvas import Signature
 from celery.exceptions import Reject
+from celery.local import Proxy
 
 from celery_selfheal.errors import SettingsError, StoreError
 from celery_selfheal.plugin.install import Plugin, plugin_of
@@ -33,12 +34,12 @@ class AfterCommit:
     ``run`` loses them.
 
     Args:
-        is_eager: The start is one of eager mode: messages are applied in this process, and never stored.
+        task: The task that runs. In eager mode messages are applied in this process, and never stored.
     """
 
-    def __init__(self, plugin: Plugin, *, is_eager: bool = False) -> None:
+    def __init__(self, task: Task, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._is_eager = is_eager or bool(plugin.app.conf.task_always_eager)
+        self._is_eager = bool(task.request.is_eager or plugin.app.conf.task_always_eager)
         self._calls: list[Callable[[], object]] = []
         self._signatures: list[Signature] = []
         self._messages: list[Unsent] = []
@@ -258,9 +259,9 @@ def _app_of(signature: Any, caller: str) -> Celery:
         raise TypeError(f"{caller} needs a signature{remedy}, got {signature!r}")
     if not signature.get("task"):
         raise SettingsError(f"{caller}: the signature {signature!r} names no task: write task.s(...)")
-    app: Celery = (
-        signature.app._get_current_object() if hasattr(signature.app, "_get_current_object") else signature.app
-    )
+    app: Celery = signature.app
+    if isinstance(app, Proxy):
+        app = app._get_current_object()
     # The one that Celery makes up where there is none: it would send to a broker that nobody has named.
     if app is _state.default_app and app.main == "default" and "_selfheal" not in app.__dict__ and not app.configured:
         raise SettingsError(

@@ -73,7 +73,7 @@ def _declare(connection: Any, messages: Sequence[Unsent], unfit: tuple[type[Base
     """Make queues that are not there, as Celery does before it sends; once a connection."""
     declared: set[str] = vars(connection).setdefault("_selfheal_declared", set())
     for one in messages:
-        name = dumps(one.declares)
+        name = dumps(one.declares)  # type: ignore[no-untyped-call]  # kombu is untyped
         if name in declared:
             continue
         try:

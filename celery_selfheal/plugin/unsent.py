@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from celery import Celery
-from kombu import Exchange, Producer, Queue
 from kombu.connection import Connection
+from kombu.entity import Exchange, Queue
+from kombu.messaging import Producer
 from kombu.transport import virtual
 from kombu.utils.json import dumps, loads
 
@@ -51,7 +52,7 @@ class Unsent:
         """As text, for people to read, too."""
         one = self.outgoing
         return str(
-            dumps(
+            dumps(  # type: ignore[no-untyped-call]  # kombu is untyped
                 {
                     "format": _FORMAT,
                     "exchange": one.exchange,
@@ -74,7 +75,7 @@ class Unsent:
             ValueError: it is something else.
         """
         try:
-            read = loads(text)
+            read = loads(text)  # type: ignore[no-untyped-call]  # as above
             if read["format"] != _FORMAT:
                 raise ValueError(f"its format is {read['format']!r}, and this celery_selfheal knows {_FORMAT}")
             body = read["body"]
@@ -98,9 +99,9 @@ class Unsent:
         for one in self.declares:
             if "exchange" in one:
                 fields = {name: value for name, value in one.items() if name != "exchange"}
-                yield Queue(exchange=Exchange(**one["exchange"]), **fields)  # type: ignore[no-untyped-call]  # kombu is untyped
+                yield Queue(exchange=Exchange(**one["exchange"]), **fields)  # type: ignore[no-untyped-call]  # as above
             else:
-                yield Exchange(**one)
+                yield Exchange(**one)  # type: ignore[no-untyped-call]  # as above
 
 
 def make_unsent(app: Celery, publish: Callable[[], T]) -> tuple[T, list[Unsent]]:
@@ -155,11 +156,11 @@ def _catching(app: Celery, made: list[Unsent]) -> Iterator[Any]:
         yield _Catcher(app, connection.default_channel, made)
 
 
-class _Catcher(Producer):  # type: ignore[misc]  # as above
+class _Catcher(Producer):
     """Keeps task messages, and hands everything else to a producer of the application."""
 
     def __init__(self, app: Any, channel: _Channel, made: list[Unsent]) -> None:
-        super().__init__(channel, auto_declare=False)
+        super().__init__(channel, auto_declare=False)  # type: ignore[no-untyped-call]  # as above
         self._app = app
         self._caught = channel
         self._made = made
@@ -169,7 +170,7 @@ class _Catcher(Producer):  # type: ignore[misc]  # as above
             with self._app.producer_or_acquire() as producer:
                 producer.publish(body, *args, declare=declare, **options)
             return
-        super().publish(body, *args, declare=(), **{**options, "retry": False})
+        super().publish(body, *args, **{**options, "declare": (), "retry": False})  # type: ignore[no-untyped-call]  # as above
         self._made.append(Unsent(outgoing=self._caught.taken(), declares=[_written(one) for one in declare or ()]))
 
 
@@ -179,7 +180,7 @@ class _Channel(virtual.Channel):
     do_restore = False
     _taken: Outgoing | None = None
 
-    def prepare_message(  # type: ignore[override]  # as above
+    def prepare_message(
         self,
         body: Any,
         priority: int | None = None,

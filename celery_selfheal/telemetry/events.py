@@ -114,8 +114,6 @@ class MessageSetAside:
     age_seconds: float
 
 
-Event: TypeAlias = (
-    DuplicateSuppressed | TaskDeadLettered | TaskStalled | TaskRecovered | LeaseWasLost | MessageSetAside
-)
+Event: TypeAlias = DuplicateSuppressed | TaskDeadLettered | TaskStalled | TaskRecovered | LeaseWasLost | MessageSetAside
 Observer: TypeAlias = Callable[[Event], None]
 """Called in the thread that noticed; must not raise."""
