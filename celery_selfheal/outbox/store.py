@@ -19,6 +19,7 @@ from celery_selfheal.errors import StoreError
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
 
+_ID_CHARACTERS = 255
 _FIRST_WITH_SKIP_LOCKED = {"mysql": (8, 0, 1), "mariadb": (10, 6)}
 
 
@@ -61,7 +62,10 @@ class Outbox:
     """
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        # Whatever the application has chosen: a higher level would lock the gaps between rows, too, and two that remove
+        # neighbours would be each other's deadlock.
+        is_sqlite = engine.dialect.name == "sqlite"
+        self._engine = engine if is_sqlite else engine.execution_options(isolation_level="READ COMMITTED")
         self.address = shown(engine.url)
 
     @contextmanager
@@ -122,9 +126,9 @@ def add_rows(session: Session, messages: Sequence[tuple[str, str]]) -> list[Outb
     """Add rows to a session's transaction: they are written with its next flush, and rolled back with it.
 
     Args:
-        messages: Task id and message of each.
+        messages: Task id and message of each; the id is for people, and cut to what its column holds.
     """
-    rows = [OutboxMessage(task_id=task_id, message=message) for task_id, message in messages]
+    rows = [OutboxMessage(task_id=task_id[:_ID_CHARACTERS], message=message) for task_id, message in messages]
     session.add_all(rows)
     return rows
 

@@ -85,9 +85,9 @@ def test_a_savepoint_that_is_rolled_back_drops_what_was_added_inside_it(
     session: Session, pending: Pending[str], done: list[list[str]]
 ) -> None:
     pending.add(session, "before")
-    with pytest.raises(ZeroDivisionError), session.begin_nested():
-        pending.add(session, "inside")
-        raise ZeroDivisionError
+    savepoint = session.begin_nested()
+    pending.add(session, "inside")
+    savepoint.rollback()
     pending.add(session, "after")
 
     session.commit()
@@ -113,10 +113,10 @@ def test_a_released_savepoint_waits_for_the_outermost_commit(
 def test_a_savepoint_inside_one_that_is_rolled_back_is_dropped_though_it_was_released(
     session: Session, pending: Pending[str], done: list[list[str]]
 ) -> None:
-    with pytest.raises(ZeroDivisionError), session.begin_nested():
-        with session.begin_nested():
-            pending.add(session, "inner")
-        raise ZeroDivisionError
+    outer = session.begin_nested()
+    with session.begin_nested():
+        pending.add(session, "inner")
+    outer.rollback()
 
     session.commit()
 

@@ -127,13 +127,9 @@ def test_a_message_survives_as_text_whatever_its_coding(app: Celery, serializer:
 
 
 def test_a_queue_of_its_own_is_remembered_with_its_arguments(app: Celery) -> None:
-    queue = Queue(
-        "orders",
-        Exchange("orders", "topic"),
-        routing_key="order.#",
-        queue_arguments={"x-max-length": 5},
-        max_priority=4,
-    )
+    arguments = {"x-max-length": 5}
+    exchange = Exchange("orders", "topic")
+    queue = Queue("orders", exchange, routing_key="order.#", queue_arguments=arguments, max_priority=4)
 
     _, (made,) = make_unsent(app, add(app).s(1).set(queue=queue).apply_async)
     (read,) = Unsent.decode(made.encode()).entities()
