@@ -14,6 +14,7 @@ from celery_selfheal.errors import (
 )
 from celery_selfheal.plugin.dead_letters import DeadLetterQueue
 from celery_selfheal.plugin.install import install, selfheal_schedule
+from celery_selfheal.plugin.on_commit import apply_on_commit
 from celery_selfheal.plugin.task import SelfHealTask
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = (
     "StalledTooOften",
     "StoreError",
     "UnrecoverableError",
+    "apply_on_commit",
     "install",
     "selfheal_schedule",
 )

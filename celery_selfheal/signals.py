@@ -10,7 +10,14 @@ from __future__ import annotations
 
 from celery.utils.dispatch import Signal
 
-__all__ = ("duplicate_suppressed", "lease_lost", "task_dead_lettered", "task_recovered", "task_stalled")
+__all__ = (
+    "duplicate_suppressed",
+    "lease_lost",
+    "message_set_aside",
+    "task_dead_lettered",
+    "task_recovered",
+    "task_stalled",
+)
 
 #: A start neither finished nor was handed over; ``unfinished_starts`` counts those of the task.
 task_stalled = Signal(name="task_stalled", providing_args={"unfinished_starts"})
@@ -20,6 +27,9 @@ task_recovered = Signal(name="task_recovered", providing_args={"started"})
 
 #: Another start has taken the lease of a start that still runs here.
 lease_lost = Signal(name="lease_lost", providing_args=set())
+
+#: A message of the outbox cannot be sent; ``owner`` tells its row, which is kept and tried again after a minute.
+message_set_aside = Signal(name="message_set_aside", providing_args=set())
 
 #: A message was moved to a dead letter queue. Sent with ``task_name``, ``task_id``, ``queue`` and ``death``, the
 #: envelope (``celery_selfheal.dead_letter.Death``).

@@ -278,10 +278,14 @@ def _graveyard(plugin: Plugin) -> Any:
 
 
 def _reap_task(plugin: Plugin) -> Any:
+    from celery_selfheal.plugin.outbox import courier_of
+
     def reap() -> dict[str, int]:
-        """Sweep once: restore what dead workers hold, count what stalled."""
+        """Sweep once: restore what dead workers hold, count what stalled, send what was left in the outbox."""
         report = reaper_of(plugin, plugin.stores, lambda: None).sweep()
-        return {"sessions": report.sessions, "stalls": report.stalls, "restored": report.restored}
+        found = {"sessions": report.sessions, "stalls": report.stalls, "restored": report.restored}
+        courier = courier_of(plugin)
+        return found if courier is None else {**found, "outbox": courier.deliver().sent}
 
     return reap
 

@@ -12,6 +12,7 @@ from celery_selfheal.telemetry.events import (
     DuplicateSuppressed,
     Event,
     LeaseWasLost,
+    MessageSetAside,
     Observer,
     TaskDeadLettered,
     TaskRecovered,
@@ -45,6 +46,11 @@ _VOICES = {
         logging.WARNING,
         signals.lease_lost,
         "lease lost: %(task_name)s[%(task_id)s] on %(owner)s after %(age_seconds).1f s: %(reason)s",
+    ),
+    MessageSetAside: (
+        logging.ERROR,
+        signals.message_set_aside,
+        "message set aside: %(task_name)s[%(task_id)s] in %(owner)s after %(age_seconds).1f s: %(reason)s",
     ),
 }
 

@@ -24,7 +24,11 @@ DELIVERY_LIMIT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outgoing:
-    """A copy of a received message, on its way to a queue."""
+    """A message on its way: a copy of one that was received, or one that waited for a commit.
+
+    Attributes:
+        properties: An ``expiration`` is in seconds.
+    """
 
     body: bytes
     content_type: str
@@ -200,6 +204,8 @@ def _publish_confirmed(connection: Any, copies: Sequence[Outgoing]) -> list[bool
     channel.events["basic_return"].add(lambda _, exchange, routing_key, __: unrouted.add((exchange, routing_key)))
     for one in copies:
         properties = dict(one.properties)
+        if properties.get("expiration") is not None:
+            properties["expiration"] = str(int(float(properties["expiration"]) * 1000))
         message = channel.prepare_message(
             one.body,
             priority=properties.pop("priority", None),

@@ -27,6 +27,7 @@ from celery_selfheal.leases.port import Start
 from celery_selfheal.plugin import native
 from celery_selfheal.plugin.brokers.layout import queue_of
 from celery_selfheal.plugin.install import Plugin, reaper_of
+from celery_selfheal.plugin.outbox import outbox_ticker
 from celery_selfheal.plugin.running import CONTEXT_KEY
 from celery_selfheal.plugin.stalled import StalledFailure
 from celery_selfheal.plugin.stores import Stores
@@ -41,6 +42,7 @@ logger = logging.getLogger("celery_selfheal")
 BULK_SIZE = 100  # acknowledgements a call: what a busy worker collects in well under a second
 RESTART_JITTER = timedelta(milliseconds=300)  # tasks of one killed host must not restart at the same instant
 FAREWELL_PATIENCE = timedelta(seconds=10)
+OUTBOX_PATIENCE = timedelta(seconds=2)
 
 _START_FIELDS = tuple(field.name for field in fields(Start))  # asdict copies deeply, once for each message
 
@@ -92,6 +94,7 @@ class Worker:
             start_thread=native.start_thread,
             farewell=self._answering(self._farewell),
         )
+        self._outbox = outbox_ticker(plugin)
 
     # -- called by Celery's loop
 
@@ -108,10 +111,15 @@ class Worker:
     def start(self) -> None:
         """Begin to beat and to sweep."""
         self._ticker.start()
+        if self._outbox is not None:
+            self._outbox.start()
 
     def stop(self) -> None:
         """Settle, hand over what is left, and say good-bye. Waits ten seconds at most."""
         self._closing = True
+        if self._outbox is not None:
+            # What it cannot end now, the database lets go, and another worker publishes.
+            self._outbox.stop(timeout=OUTBOX_PATIENCE)
         if not self._ticker.stop(timeout=FAREWELL_PATIENCE):
             logger.warning("the store does not answer: what is held is left to the reaper of another worker")
 

@@ -96,6 +96,24 @@ class DuplicateSuppressed:
     age_seconds: float
 
 
-Event: TypeAlias = DuplicateSuppressed | TaskDeadLettered | TaskStalled | TaskRecovered | LeaseWasLost
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageSetAside:
+    """A message of the outbox cannot be sent; its row is kept, and tried again after a minute.
+
+    Attributes:
+        task_name: Empty where the message cannot be read.
+        reason: What the broker or the reader said.
+        owner: Table and id of the row.
+        age_seconds: Since the row was written.
+    """
+
+    task_name: str
+    task_id: str
+    reason: str
+    owner: str
+    age_seconds: float
+
+
+Event: TypeAlias = DuplicateSuppressed | TaskDeadLettered | TaskStalled | TaskRecovered | LeaseWasLost | MessageSetAside
 Observer: TypeAlias = Callable[[Event], None]
 """Called in the thread that noticed; must not raise."""

@@ -13,6 +13,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 from celery_selfheal import witness
 from celery_selfheal.errors import SelfHealError, StoreError
 from celery_selfheal.plugin.install import plugin_of, reaper_of
+from celery_selfheal.plugin.outbox import courier_of
 from celery_selfheal.sessions.port import Session
 
 
@@ -23,7 +24,7 @@ from celery_selfheal.sessions.port import Session
 @click.pass_context
 @handle_preload_options  # type: ignore[untyped-decorator]  # Celery is untyped
 def reap(ctx: Any, loop: bool, interval: float | None, as_json: bool) -> None:
-    """Restore what dead workers hold, now.
+    """Restore what dead workers hold, and send what was left in the outbox, now.
 
     Workers do this by themselves; use it where none runs, or from a scheduler. Any number may run at once.
     """
@@ -33,23 +34,27 @@ def reap(ctx: Any, loop: bool, interval: float | None, as_json: bool) -> None:
         # No session of its own: it leads each sweep, and asks this machine's kernel like a worker.
         me = Session(name="", node="", identity=witness.identify())
         reaper = reaper_of(plugin, plugin.stores, lambda: me)
+        courier = courier_of(plugin)
         pause = interval or plugin.settings.reaper_interval.total_seconds()
         stop = _stopped_by_signals() if loop else threading.Event()
         while True:
             try:
                 report = reaper.sweep()
+                delivered = None if courier is None else courier.deliver()
             except StoreError as exc:
                 if not loop:
                     raise
                 click.echo(f"{exc}; trying again", err=True)
             else:
                 found = {"sessions": report.sessions, "stalls": report.stalls, "restored": report.restored}
+                if delivered is not None:
+                    found["outbox"] = delivered.sent
                 if as_json:
                     click.echo(json.dumps(found))
-                elif report or not loop:
-                    click.echo(
-                        "{restored} messages restored, {sessions} dead sessions, {stalls} stalls".format(**found)
-                    )
+                elif report or not loop or found.get("outbox"):
+                    line = "{restored} messages restored, {sessions} dead sessions, {stalls} stalls"
+                    line += ", {outbox} sent from the outbox" if courier is not None else ""
+                    click.echo(line.format(**found))
             if not loop or stop.wait(pause):
                 return
     except SelfHealError as exc:
