@@ -187,3 +187,10 @@ class LeaseStore(Protocol):
         Args:
             session: A dead session, whose leases end now; ``None`` for leases that have run out by themselves.
         """
+
+
+class Journals(Protocol):
+    """What is remembered of starts that never ended; ``StoreError`` as above."""
+
+    def forget(self, task_ids: Sequence[str]) -> None:
+        """Remove the journals of tasks: a replay is not judged by what went before it."""

@@ -170,7 +170,7 @@ class PostgresLeaseStore:
         ]
 
     def forget(self, task_ids: Sequence[str]) -> None:
-        """Remove the journals of tasks: a replay is not judged by starts that never ended."""
+        """See ``Journals.forget``."""
         self._call("forget", self._app, ids=[name_of(task_id) for task_id in task_ids])
 
     def _clean(self) -> None:

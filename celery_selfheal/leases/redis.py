@@ -223,6 +223,11 @@ class RedisLeaseStore:
         stalls = self._expire_each(session, zip(map(text, ids), records, strict=True), now_ms=now_ms)
         return list(islice(stalls, limit))
 
+    def forget(self, task_ids: Sequence[str]) -> None:
+        """See ``Journals.forget``."""
+        with answering(self._address, "forget"):
+            self._client.delete(*map(self._keys.journal, task_ids))
+
     def _expire_each(
         self, session: str | None, found: Iterable[tuple[str, bytes | None]], *, now_ms: int
     ) -> Iterable[Stall]:
