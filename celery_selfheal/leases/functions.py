@@ -51,7 +51,8 @@ class Functions:
         Raises:
             StoreError: as above.
         """
-        given = {"patience_ms": round(self._patience.total_seconds() * 1000), **arguments}
+        # Less than the whole: the server's refusal shall come before we hang up.
+        given = {"patience_ms": round(self._patience.total_seconds() * 800), **arguments}
         if app is not None:
             given = {"app": app, **given}
         statement = self._statement(name, given)
@@ -89,32 +90,40 @@ def own_engine(engine: sa.Engine, *, patience: timedelta, as_it_is: bool) -> sa.
     return sa.create_engine(
         engine.url,
         isolation_level="AUTOCOMMIT",
-        connect_args=connect_arguments(engine.url, patience=patience),
         # Calls are short: a few connections do for many threads. None is tested first, since each call may run twice.
         pool_size=POOL_SIZE,
         max_overflow=0,
         pool_timeout=patience.total_seconds(),
         pool_use_lifo=True,
+        **_driver_options(engine.url, seconds=patience.total_seconds()),
     )
 
 
-def connect_arguments(url: sa.URL, *, patience: timedelta) -> dict[str, Any]:
-    """What makes the driver give up on a server that has vanished; what the URL says already is left alone."""
-    seconds = max(1, math.ceil(patience.total_seconds()))
+def _driver_options(url: sa.URL, *, seconds: float) -> dict[str, Any]:
+    """What makes a driver give up on a server that has vanished; what the URL says already is left alone."""
+    driver = url.get_driver_name()
     wanted: dict[str, Any] = {}
-    if url.get_driver_name() in _LIBPQ:
+    options: dict[str, Any] = {}
+    if driver in _LIBPQ:
+        whole = max(1, math.ceil(seconds))
         wanted = {
-            "connect_timeout": max(2, seconds),  # libpq takes 1 for 2
-            "tcp_user_timeout": seconds * 1000,
-            "keepalives_idle": seconds,
+            "connect_timeout": max(2, whole),  # libpq takes 1 for 2
+            "tcp_user_timeout": whole * 1000,
+            "keepalives_idle": whole,
             "keepalives_interval": 1,
             "keepalives_count": 3,
             "application_name": "celery_selfheal",
         }
-    if url.get_driver_name() == "psycopg":
+    arguments = {name: value for name, value in wanted.items() if name not in url.query}
+    if driver == "psycopg2":
+        from celery_selfheal.leases.bounded import BoundedConnection
+
+        arguments["connection_factory"] = lambda dsn, **_: BoundedConnection(dsn, seconds=seconds)
+        options["use_native_hstore"] = False  # we have none, and it would cost a query a connection
+    elif driver == "psycopg":
         # A pooler in transaction mode gives the next statement to another backend, which knows no prepared one.
-        wanted["prepare_threshold"] = None
-    return {name: value for name, value in wanted.items() if name not in url.query}
+        arguments["prepare_threshold"] = None
+    return {**options, "connect_args": arguments}
 
 
 def name_of(text: str) -> str:
