@@ -170,8 +170,8 @@ class SelfHealSettings:
     #: First part of every Redis key. With the app's name it must be unique in its database: two apps that share both
     #: take each other's leases.
     key_prefix: str = field(default="selfheal", metadata=_key_prefix())
-    #: What excludes a second start: "redis" (leases that expire) or "postgres" (advisory locks, bound to the database
-    #: connection; needs a database setting).
+    #: What keeps the leases: "redis", or "postgres" for a fleet without Redis: tables in the database of
+    #: ``database_url``, ``engine`` or ``sessionmaker``, which must be a PostgreSQL.
     lease_backend: str = field(default="redis", metadata=_one_of("redis", "postgres"))
     #: Seconds that a lease outlives its last heartbeat: the longest that a task of a vanished host waits unnoticed.
     #: Shorter heals sooner; too short takes a slow worker for a dead one.

@@ -16,7 +16,7 @@ from celery_selfheal.errors import SettingsError, StoreError
 
 #: Revision that this code works with, ``<generation>.<step>``. Within a generation a step only adds, so that a
 #: database that is some steps ahead serves older workers, too.
-HEAD = "1.1"
+HEAD = "1.2"
 REMEDY = "run: celery -A proj selfheal db upgrade"
 LOCK_SECONDS = 60  # twenty that upgrade at once wait for one, and it takes no second
 _LOCK_ID = 0x5E1FEA1  # "selfheal", for PostgreSQL, which knows its advisory locks by number

@@ -200,3 +200,10 @@ class LeaseInquiry(Protocol):
         Raises:
             StoreError: the store did not answer.
         """
+
+
+class Journals(Protocol):
+    """What is remembered of starts that never ended; ``StoreError`` as above."""
+
+    def forget(self, task_ids: Sequence[str]) -> None:
+        """Remove the journals of tasks: a replay is not judged by what went before it."""

@@ -229,6 +229,11 @@ class RedisLeaseStore:
             holder = self._client.hget(self._keys.lease(task_id), "token")
         return holder is not None and text(holder) == token
 
+    def forget(self, task_ids: Sequence[str]) -> None:
+        """See ``Journals.forget``."""
+        with answering(self._address, "forget"):
+            self._client.delete(*map(self._keys.journal, task_ids))
+
     def _expire_each(
         self, session: str | None, found: Iterable[tuple[str, bytes | None]], *, now_ms: int
     ) -> Iterable[Stall]:

@@ -20,11 +20,10 @@ from celery_selfheal.agents.dead_letters import DeadLetter, DeadLetterStore, Fil
 from celery_selfheal.agents.replay import BATCH_SIZE, Replayer, ReplayReport, deferred_interrupt, name_of
 from celery_selfheal.clock import monotonic, utc_now
 from celery_selfheal.errors import SettingsError
-from celery_selfheal.leases.scripts import answering
 from celery_selfheal.plugin.brokers.kombu_dead_letters import KombuDeadLetterStore
 from celery_selfheal.plugin.brokers.redis_dead_letters import RedisDeadLetterStore
 from celery_selfheal.plugin.install import Plugin, plugin_of
-from celery_selfheal.plugin.stores import broker_address, lease_address, open_client
+from celery_selfheal.plugin.stores import broker_address, open_client
 from celery_selfheal.redis_url import without_password
 
 if TYPE_CHECKING:
@@ -160,17 +159,10 @@ class DeadLetterQueue:
 def _forgetting(plugin: Plugin) -> Callable[[Sequence[str]], None]:
     """Removes what the lease store remembers of starts that never ended: a replayed task is not judged by them."""
     try:
-        address = lease_address(plugin.app, plugin.settings)
+        return plugin.open_stores().leases.forget
     except SettingsError:
         # No worker of ours runs without a lease store: nothing is remembered.
         return lambda task_ids: None
-    keys, client = plugin.keys, open_client(address, ttl=plugin.settings.lease_ttl)
-
-    def forget(task_ids: Sequence[str]) -> None:
-        with answering(without_password(address.url), "forget journals"):
-            client.delete(*map(keys.journal, task_ids))
-
-    return forget
 
 
 def _open_store(plugin: Plugin, queue: str) -> DeadLetterStore:

@@ -142,6 +142,9 @@ class Plugin:
 
         Args:
             eager: ``"redis"`` needs no Redis then: claims live as long as this process.
+
+        Raises:
+            SettingsError: there is nowhere to keep them.
         """
         if mode == "claim":
             # Loads SQLAlchemy, which nobody else needs.
@@ -149,6 +152,12 @@ class Plugin:
 
             return SqlClaims(self.database.engine)
         if not eager:
+            if self.stores.claims is None:
+                raise SettingsError(
+                    "dedup='redis' needs a Redis, and selfheal_lease_backend = 'postgres' with this broker has none:"
+                    " use dedup='claim'",
+                    "selfheal_lease_backend",
+                )
             return self.stores.claims
         if self._eager_claims is None:
             self._eager_claims = MemoryClaims(clock=monotonic, ttl=self.settings.idempotency_ttl)

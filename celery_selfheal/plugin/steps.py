@@ -18,9 +18,9 @@ from celery_selfheal.plugin.brokers.wait import Idle, Waiter
 from celery_selfheal.plugin.database import check_database
 from celery_selfheal.plugin.death import death_of_message
 from celery_selfheal.plugin.install import Plugin, plugin_of
-from celery_selfheal.plugin.stores import lease_address, open_broker_client, open_client
+from celery_selfheal.plugin.stores import LeaseServer, lease_server, open_broker_client
 from celery_selfheal.plugin.worker import Worker
-from celery_selfheal.redis_url import without_password
+from celery_selfheal.settings import SelfHealSettings
 
 logger = logging.getLogger("celery_selfheal")
 
@@ -48,12 +48,13 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
             _ = plugin.autoretry_for, plugin.unrecoverable
             stores = plugin.open_stores()
             _check_not_consumed(parent.app, plugin)
-            _check_reachable(parent.app, plugin.settings)
+            server = lease_server(parent.app, plugin.settings)
+            _check_reachable(server, plugin.settings)
             check_database(plugin)
         except SelfHealError as exc:
             logger.critical("celery_selfheal refuses to start: %s", exc)
             raise WorkerShutdown(1) from None
-        native.import_early(open_client(lease_address(parent.app, plugin.settings), ttl=plugin.settings.lease_ttl).ping)
+        native.import_early(server.check)
         plugin.worker = Worker(plugin, node=parent.hostname, stores=stores)
         plugin.worker.start()
 
@@ -175,20 +176,20 @@ def _check_not_consumed(app: Any, plugin: Plugin) -> None:
         )
 
 
-def _check_reachable(app: Any, settings: Any) -> None:
+def _check_reachable(server: LeaseServer, settings: SelfHealSettings) -> None:
     """A server that the user named must answer now; a broker that is away is left to Celery's own patience."""
-    if not settings.redis_url:
+    if not server.is_named:
         return
-    address = lease_address(app, settings)
-    client = open_client(address, ttl=settings.lease_ttl)
     give_up_at = monotonic() + settings.lease_ttl.total_seconds()
     while True:
         try:
-            client.ping()
+            server.check()
             return
+        except SettingsError:
+            raise
         except Exception as exc:  # whatever keeps it from answering
             if monotonic() >= give_up_at:
                 raise SelfHealError(
-                    f"{address.setting} = {without_password(address.url)!r}: no answer for"
+                    f"{server.setting} = {server.address!r}: no answer for"
                     f" {settings.lease_ttl.total_seconds():g} s ({exc}); start that server or correct the setting"
                 ) from exc

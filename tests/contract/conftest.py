@@ -6,14 +6,18 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+import sqlalchemy as sa
 from sqlalchemy import Engine
 
+from celery_selfheal.database import drivers, migrate
 from celery_selfheal.keys import Keys
+from celery_selfheal.leases.functions import own_engine
 from celery_selfheal.testing import RedisServer
 from celery_selfheal.testing.mariadb import MariaServer
 from celery_selfheal.testing.postgres import PostgresServer
 from contract.benches import KEYS
 from contract.claim_benches import an_engine
+from contract.postgres_bench import PATIENCE, empty
 
 
 @pytest.fixture(scope="session")
@@ -32,17 +36,36 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
     client.close()
 
 
-@pytest.fixture
-def keys() -> Keys:
-    """Names of the application under test."""
-    return KEYS
-
-
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     """A private PostgreSQL."""
     with PostgresServer() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def database(postgres: PostgresServer) -> Iterator[sa.Engine]:
+    """A database with our tables."""
+    url = drivers.parse(postgres.new_database())
+    engine = sa.create_engine(url)
+    migrate.upgrade(engine)
+    engine.dispose()
+    ours = own_engine(engine, patience=PATIENCE, as_it_is=False)
+    yield ours
+    ours.dispose()
+
+
+@pytest.fixture
+def engine(database: sa.Engine) -> sa.Engine:
+    """Connections to it; the lease store is empty."""
+    empty(database)
+    return database
+
+
+@pytest.fixture
+def keys() -> Keys:
+    """Names of the application under test."""
+    return KEYS
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import redis
+import sqlalchemy as sa
 
 from celery_selfheal.errors import StoreError
 from celery_selfheal.keys import Keys
@@ -39,15 +40,19 @@ from contract.benches import (
     a_tag,
     commands,
 )
+from contract.postgres_bench import PostgresBench
 
 NEARLY = timedelta(seconds=30)  # a slow machine may take so long between a step and the look at its effect
 
 
-@pytest.fixture(params=["memory", "redis"])
+@pytest.fixture(params=["memory", "redis", "postgres"])
 def make_bench(request: pytest.FixtureRequest) -> Callable[..., LeaseBench]:
     """Each store under the same contract; the server is started only for those that need it."""
     if request.param == "memory":
         return MemoryBench
+    if request.param == "postgres":
+        engine: sa.Engine = request.getfixturevalue("engine")
+        return lambda **options: PostgresBench(engine, **options)
     client: redis.Redis = request.getfixturevalue("client")
     return lambda **options: RedisBench(client, **options)
 
@@ -55,6 +60,12 @@ def make_bench(request: pytest.FixtureRequest) -> Callable[..., LeaseBench]:
 @pytest.fixture
 def bench(make_bench: Callable[..., LeaseBench]) -> LeaseBench:
     return make_bench()
+
+
+@pytest.fixture(params=["memory", "redis"])
+def broker_bench(request: pytest.FixtureRequest) -> LeaseBench:
+    """A store that knows the broker's deliveries, too."""
+    return MemoryBench() if request.param == "memory" else RedisBench(request.getfixturevalue("client"))
 
 
 def begin(bench: LeaseBench, start: Start) -> Lease:
@@ -222,24 +233,24 @@ def test_holder_that_repeats_is_held_though_a_marker_was_left_meanwhile(bench: L
     assert begin(bench, start) == lease
 
 
-def test_start_does_not_begin_without_its_delivery(bench: LeaseBench) -> None:
+def test_start_does_not_begin_without_its_delivery(broker_bench: LeaseBench) -> None:
     """Was V10: a paused worker wakes with copies that were restored long ago."""
     start = a_start(tag=a_tag())
-    bench.deliver(start)
-    bench.take_away(start)
+    broker_bench.deliver(start)
+    broker_bench.take_away(start)
 
-    assert bench.store.acquire(start) == NotMine()
-    assert bench.holder("t1") is None
-    assert bench.unfinished("t1") == set()
+    assert broker_bench.store.acquire(start) == NotMine()
+    assert broker_bench.holder("t1") is None
+    assert broker_bench.unfinished("t1") == set()
 
 
-def test_start_begins_with_its_delivery(bench: LeaseBench) -> None:
+def test_start_begins_with_its_delivery(broker_bench: LeaseBench) -> None:
     start = a_start(tag=a_tag())
-    bench.deliver(start)
+    broker_bench.deliver(start)
 
-    begin(bench, start)
+    begin(broker_bench, start)
 
-    assert bench.owns(start)
+    assert broker_bench.owns(start)
 
 
 # -- takeover
@@ -508,39 +519,39 @@ def test_release_without_marker_lets_a_copy_run(bench: LeaseBench) -> None:
     begin(bench, a_start())
 
 
-def test_release_acknowledges_the_delivery_in_the_same_step(bench: LeaseBench) -> None:
+def test_release_acknowledges_the_delivery_in_the_same_step(broker_bench: LeaseBench) -> None:
     start, other = a_start(tag=a_tag()), a_start("t2", tag=a_tag())
-    bench.deliver(start)
-    bench.deliver(other)
-    begin(bench, start)
+    broker_bench.deliver(start)
+    broker_bench.deliver(other)
+    begin(broker_bench, start)
 
-    end(bench, start, acknowledge=True)
+    end(broker_bench, start, acknowledge=True)
 
-    assert not bench.owns(start)
-    assert bench.owns(other)
+    assert not broker_bench.owns(start)
+    assert broker_bench.owns(other)
 
 
-def test_release_leaves_the_delivery_unless_it_is_asked(bench: LeaseBench) -> None:
+def test_release_leaves_the_delivery_unless_it_is_asked(broker_bench: LeaseBench) -> None:
     start = a_start(tag=a_tag())
-    bench.deliver(start)
-    begin(bench, start)
+    broker_bench.deliver(start)
+    begin(broker_bench, start)
 
-    end(bench, start)
+    end(broker_bench, start)
 
-    assert bench.owns(start)
+    assert broker_bench.owns(start)
 
 
-def test_start_that_lost_its_lease_does_not_acknowledge(bench: LeaseBench) -> None:
+def test_start_that_lost_its_lease_does_not_acknowledge(broker_bench: LeaseBench) -> None:
     """Was V2: its delivery may be the only copy; whoever took the lease may die."""
     loser, winner = a_start(tag=a_tag("w1")), a_start(session="w2")
-    bench.deliver(loser)
-    begin(bench, loser)
-    bench.run_out("t1")
-    begin(bench, winner)
+    broker_bench.deliver(loser)
+    begin(broker_bench, loser)
+    broker_bench.run_out("t1")
+    begin(broker_bench, winner)
 
-    assert not end(bench, loser, acknowledge=True)
+    assert not end(broker_bench, loser, acknowledge=True)
 
-    assert bench.owns(loser)
+    assert broker_bench.owns(loser)
 
 
 # -- renew

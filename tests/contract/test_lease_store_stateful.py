@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import redis
+import sqlalchemy as sa
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -23,6 +24,7 @@ from celery_selfheal.leases.port import (
     Start,
 )
 from contract.benches import MAX_STALLS, LeaseBench, MemoryBench, Picture, RedisBench, a_start, a_tag
+from contract.postgres_bench import PostgresBench, empty
 
 TASKS = ("t1", "t2")
 SESSIONS = ("w1", "w2")
@@ -157,8 +159,9 @@ class LeaseMachine(RuleBasedStateMachine):
 
     starts: Bundle[Start] = Bundle("starts")
 
-    def __init__(self, bench: LeaseBench) -> None:
+    def __init__(self, bench: LeaseBench, *, knows_deliveries: bool = True) -> None:
         super().__init__()
+        self.knows_deliveries = knows_deliveries
         self.bench = bench
         self.model = Model()
         self.known: dict[str, Start] = {}
@@ -186,7 +189,7 @@ class LeaseMachine(RuleBasedStateMachine):
             session=session,
             retries=retries,
             after=chance.choice(earlier) if retries and earlier else None,
-            tag=a_tag(session) if has_delivery else None,
+            tag=a_tag(session) if has_delivery and self.knows_deliveries else None,
         )
         self.known[start.token] = start
         if start.tag:
@@ -328,11 +331,11 @@ class LeaseMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(900)  # when it fails it looks for the shortest life that does
-@pytest.mark.parametrize("kind", ["memory", "redis"])
+@pytest.mark.parametrize("kind", ["memory", "redis", "postgres"])
 def test_store_behaves_as_the_model_whatever_happens(kind: str, request: pytest.FixtureRequest) -> None:
     """Also when every call is made twice, since its first reply was lost."""
     run_state_machine_as_test(
-        lambda: LeaseMachine(_fresh_bench(kind, request)),
+        lambda: LeaseMachine(_fresh_bench(kind, request), knows_deliveries=kind != "postgres"),
         settings=settings(
             max_examples=int(os.environ.get(EXAMPLES_VARIABLE) or 30),
             stateful_step_count=30,
@@ -347,6 +350,10 @@ def test_store_behaves_as_the_model_whatever_happens(kind: str, request: pytest.
 def _fresh_bench(kind: str, request: pytest.FixtureRequest) -> LeaseBench:
     if kind == "memory":
         return MemoryBench()
+    if kind == "postgres":
+        engine: sa.Engine = request.getfixturevalue("engine")
+        empty(engine)
+        return PostgresBench(engine)
     client: redis.Redis = request.getfixturevalue("client")
     client.flushdb()
     return RedisBench(client)

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import Protocol
 
 import pytest
 import redis
+import sqlalchemy as sa
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from celery_selfheal.leases.port import Acquired, Outcome, OverBudget, Start
 from celery_selfheal.retry_budget import WINDOW_SECONDS, Bucket, RetryBudget, Turn
 from contract.benches import KEYS, MemoryBench, RedisBench, a_start
+from contract.postgres_bench import PostgresBench, empty
 
 SLOW = RetryBudget(share=0.5, per_second=0.1)  # six retries at once; a test's own seconds earn next to nothing
 TASK = "shop.pay"
@@ -30,6 +33,13 @@ class Shelf(Protocol):
 
     def age(self, seconds: float) -> None:
         """Let so much time pass for the bucket."""
+
+
+class LastingShelf(Shelf, Protocol):
+    """One that forgets."""
+
+    def lives_seconds(self) -> float:
+        """Until the bucket is forgotten."""
 
 
 class MemoryShelf:
@@ -76,10 +86,50 @@ class RedisShelf:
         return self._client.pttl(KEYS.budget(TASK)) / 1000
 
 
-@pytest.fixture(params=["memory", "redis"])
+class PostgresShelf:
+    """The same."""
+
+    def __init__(self, engine: sa.Engine, budget: RetryBudget) -> None:
+        empty(engine)
+        self._bench = PostgresBench(engine, budget=budget)
+
+    def take(self, start: Start) -> Outcome:
+        return self._bench.store.acquire(start)
+
+    def look(self) -> Bucket | None:
+        kept = self._bench.sql(
+            "SELECT tokens, at_ms, firsts, firsts_before FROM selfheal_budgets WHERE task = :task", task=TASK
+        )
+        if not kept:
+            return None
+        tokens, at_ms, firsts, firsts_before = kept[0]
+        return Bucket(tokens=tokens, at=at_ms / 1000, firsts=firsts, firsts_before=firsts_before)
+
+    def age(self, seconds: float) -> None:
+        self._bench.earn_for(timedelta(seconds=seconds))
+
+    def lives_seconds(self) -> float:
+        ((left,),) = self._bench.sql("SELECT extract(epoch FROM expires_at - clock_timestamp()) FROM selfheal_budgets")
+        return float(left)
+
+
+@pytest.fixture(params=["memory", "redis", "postgres"])
 def make_shelf(request: pytest.FixtureRequest) -> Callable[[RetryBudget], Shelf]:
     if request.param == "memory":
         return MemoryShelf
+    return _on_a_server(request.param, request)
+
+
+@pytest.fixture(params=["redis", "postgres"])
+def make_lasting_shelf(request: pytest.FixtureRequest) -> Callable[[RetryBudget], LastingShelf]:
+    """Where a bucket outlives the process."""
+    return _on_a_server(request.param, request)
+
+
+def _on_a_server(kind: str, request: pytest.FixtureRequest) -> Callable[[RetryBudget], LastingShelf]:
+    if kind == "postgres":
+        engine: sa.Engine = request.getfixturevalue("engine")
+        return lambda budget: PostgresShelf(engine, budget)
     client: redis.Redis = request.getfixturevalue("client")
     return lambda budget: RedisShelf(client, budget)
 
@@ -162,17 +212,21 @@ def test_waiting_retry_keeps_its_place_as_another_start(make_shelf: Callable[[Re
     assert after.tokens == pytest.approx(before.tokens, abs=0.1)
 
 
-def test_bucket_in_debt_is_remembered_until_it_is_as_good_as_new(client: redis.Redis) -> None:
+def test_bucket_in_debt_is_remembered_until_it_is_as_good_as_new(
+    make_lasting_shelf: Callable[[RetryBudget], LastingShelf],
+) -> None:
     """Else a minute of silence would forgive what a stampede owes."""
-    shelf = RedisShelf(client, SLOW)
+    shelf = make_lasting_shelf(SLOW)
     for n in range(106):
         shelf.take(a_start(f"t{n}", turn="retry"))
 
     assert shelf.lives_seconds() >= 1_000 + WINDOW_SECONDS
 
 
-def test_bucket_of_a_task_that_is_no_longer_sent_is_forgotten(client: redis.Redis) -> None:
-    shelf = RedisShelf(client, SLOW)
+def test_bucket_of_a_task_that_is_no_longer_sent_is_forgotten(
+    make_lasting_shelf: Callable[[RetryBudget], LastingShelf],
+) -> None:
+    shelf = make_lasting_shelf(SLOW)
     shelf.take(a_start())
 
     assert 0 < shelf.lives_seconds() <= 2 * WINDOW_SECONDS
