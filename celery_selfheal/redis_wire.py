@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
 import redis
-from redis.exceptions import ConnectionError, TimeoutError
 
 Word: TypeAlias = str | int | float | bytes
 """One argument of a command."""
@@ -23,10 +22,10 @@ def packed(words: Iterable[Word]) -> bytes:
     pieces = []
     for word in words:
         if isinstance(word, str):
-            word = word.encode()
-        elif not isinstance(word, bytes):
-            word = repr(word).encode()
-        pieces.append(b"$%d\r\n%b\r\n" % (len(word), word))
+            data = word.encode()
+        else:
+            data = word if isinstance(word, bytes) else repr(word).encode()
+        pieces.append(b"$%d\r\n%b\r\n" % (len(data), data))
     return b"".join(pieces)
 
 
@@ -64,7 +63,7 @@ class Wire:
         try:
             try:
                 reply = _ask(connection, data)
-            except (ConnectionError, TimeoutError):
+            except (redis.ConnectionError, redis.TimeoutError):
                 connection.disconnect()
                 reply = _ask(connection, data)
         except BaseException:
