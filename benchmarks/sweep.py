@@ -127,7 +127,7 @@ def populate(client: Any, keys: Keys, size: int) -> None:
 
 
 def _write(write: Any, keys: Keys, first: int, last: int, *, session: str) -> None:
-    about = record.encode(_start("", token="", session=session))
+    about = record.encode("", node="w1", pid=1, deadline_seconds=None)
     write(
         keys=[
             keys.lease(""),

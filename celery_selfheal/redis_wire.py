@@ -21,10 +21,7 @@ def packed(words: Iterable[Word]) -> bytes:
     """Words as they stand on the wire, without the count in front of them."""
     pieces = []
     for word in words:
-        if isinstance(word, str):
-            data = word.encode()
-        else:
-            data = word if isinstance(word, bytes) else repr(word).encode()
+        data = word.encode() if isinstance(word, str) else word if isinstance(word, bytes) else repr(word).encode()
         pieces.append(b"$%d\r\n%b\r\n" % (len(data), data))
     return b"".join(pieces)
 
