@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
 
@@ -29,6 +30,11 @@ def packed(words: Iterable[Word]) -> bytes:
 def command(count: int, *chunks: bytes) -> bytes:
     """One command of ``count`` words; they may have been ``packed`` in parts, and long ago."""
     return b"*%d\r\n%b" % (count, b"".join(chunks))
+
+
+def milliseconds(duration: timedelta) -> int:
+    """Whole milliseconds, for ``PX``."""
+    return round(duration.total_seconds() * 1000)
 
 
 class Wire:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from itertools import islice
@@ -12,8 +10,9 @@ from typing import Any
 
 import redis
 
-from celery_selfheal.keys import Keys
+from celery_selfheal.keys import Keys, UnackedKeys
 from celery_selfheal.leases import record
+from celery_selfheal.leases.beat import BeatScript
 from celery_selfheal.leases.port import (
     JOURNAL_TTL,
     Acquired,
@@ -29,11 +28,8 @@ from celery_selfheal.leases.port import (
     Start,
 )
 from celery_selfheal.leases.scripts import Script, answering, text
-from celery_selfheal.redis_wire import Word, packed
+from celery_selfheal.redis_wire import Word, milliseconds, packed
 from celery_selfheal.retry_budget import RetryBudget
-
-BOOKKEEPING_TTL = timedelta(days=7)
-"""Life of indexes and counters after the last beat of any worker: a fleet that is gone leaves nothing for ever."""
 
 PACKAGE = "celery_selfheal.leases"
 
@@ -41,19 +37,6 @@ KNOWN_TASKS = 1_000  # task names whose part of a call is kept packed, half a ki
 # EVALSHA, digest, number of keys, the keys that are always there, and the arguments.
 ACQUIRE_WORDS = 3 + 10 + 15
 RELEASE_WORDS = 3 + 7 + 8
-
-
-def milliseconds(duration: timedelta) -> int:
-    """Whole milliseconds, for ``PX``."""
-    return round(duration.total_seconds() * 1000)
-
-
-@dataclass(frozen=True, slots=True)
-class UnackedKeys:
-    """Where kombu keeps unacknowledged deliveries, with its global prefix applied."""
-
-    unacked: str
-    index: str
 
 
 class RedisLeaseStore:
@@ -95,7 +78,7 @@ class RedisLeaseStore:
         self._of_release = lru_cache(KNOWN_TASKS)(self._words_of_release)
         self._acquire = Script(client, PACKAGE, "acquire", address=address)
         self._release = Script(client, PACKAGE, "release", address=address)
-        self._beat = Script(client, PACKAGE, "beat", address=address)
+        self._beat = BeatScript(client, keys, ttl_ms=self._ttl_ms, address=address)
         self._abandon = Script(client, PACKAGE, "abandon", address=address)
         self._expire = Script(client, PACKAGE, "expire", address=address)
 
@@ -174,9 +157,7 @@ class RedisLeaseStore:
     def renew(self, starts: Sequence[Start]) -> list[Renewal]:
         """See ``LeaseStore.renew``: one round trip for all of them."""
         session = starts[0].session if starts else ""
-        reply = self._beat(*renewal_call(self._keys, starts, ttl_ms=self._ttl_ms, session=session, mode="none"))
-        epoch, _, *answers = map(text, reply)
-        renewals = [Renewal(answer) for answer in answers]
+        epoch, _, renewals, _ = self._beat(starts, session=session, mode="none")
         if self._epoch not in (None, epoch):
             # The store was emptied: what runs takes its lease anew, under the token that its child knows.
             for n, start in enumerate(starts):
@@ -255,47 +236,3 @@ class RedisLeaseStore:
 
     def _tag_of(self, start: Start) -> str:
         return start.tag if start.tag and self._unacked else ""
-
-
-def renewal_call(
-    keys: Keys,
-    starts: Sequence[Start],
-    *,
-    ttl_ms: int,
-    session: str,
-    mode: str,
-    host: str = "",
-    about: str = "",
-    unacked: UnackedKeys | None = None,
-    tags: Sequence[str] = (),
-) -> tuple[list[str], list[str | int]]:
-    """Keys and arguments of ``beat.lua``; ``mode`` is ``join``, ``stay``, or ``none`` for leases without a session."""
-    names = [
-        keys.session(session),
-        keys.sessions,
-        keys.about,
-        keys.host(host),
-        keys.owned(session),
-        keys.pulse,
-        keys.grace,
-        keys.epoch,
-        keys.inflight,
-        keys.index,
-        keys.held(session),
-        unacked.unacked if unacked else keys.owned(session),
-        unacked.index if unacked else keys.sessions,
-        keys.counters,
-    ]
-    arguments: list[str | int] = [
-        session,
-        ttl_ms,
-        about,
-        mode,
-        uuid.uuid4().hex,
-        milliseconds(BOOKKEEPING_TTL),
-        len(starts),
-    ]
-    for start in starts:
-        names += [keys.lease(start.task_id), keys.journal(start.task_id)]
-        arguments += [start.token, start.task_id, start.task_name]
-    return names, [*arguments, *tags]
