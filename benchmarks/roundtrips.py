@@ -21,9 +21,9 @@ from benchmarks.machine import Machine, describe_machine
 from benchmarks.report import Figure, Report, figures_of, progress
 from benchmarks.stage import Stage, is_drained
 from benchmarks.tasks import make_app
-from celery_selfheal.keys import Keys, delivery_tag
+from celery_selfheal.keys import Keys, UnackedKeys, delivery_tag
 from celery_selfheal.leases.port import Acquired, Renewal, Start
-from celery_selfheal.leases.redis import RedisLeaseStore, UnackedKeys
+from celery_selfheal.leases.redis import RedisLeaseStore
 from celery_selfheal.sessions.port import Session
 from celery_selfheal.sessions.redis import RedisSessionStore
 from celery_selfheal.settings import SelfHealSettings

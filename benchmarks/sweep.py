@@ -19,12 +19,13 @@ from benchmarks.spread import spread
 from benchmarks.stage import Stage
 from celery_selfheal import install
 from celery_selfheal.agents.reaper import Reaper, SweepReport
-from celery_selfheal.keys import Keys
+from celery_selfheal.keys import Keys, UnackedKeys
 from celery_selfheal.leases import record
 from celery_selfheal.leases.port import JOURNAL_TTL, Acquired, Start
-from celery_selfheal.leases.redis import RedisLeaseStore, UnackedKeys, milliseconds
+from celery_selfheal.leases.redis import RedisLeaseStore
 from celery_selfheal.plugin.install import Plugin, reaper_of
 from celery_selfheal.plugin.stores import Stores
+from celery_selfheal.redis_wire import milliseconds
 from celery_selfheal.sessions.port import Session
 from celery_selfheal.sessions.redis import RedisSessionStore
 from celery_selfheal.witness import ProcessIdentity, identify
@@ -127,7 +128,7 @@ def populate(client: Any, keys: Keys, size: int) -> None:
 
 
 def _write(write: Any, keys: Keys, first: int, last: int, *, session: str) -> None:
-    about = record.encode(_start("", token="", session=session))
+    about = record.encode("benchmark", node=session, pid=1, deadline_seconds=None)
     write(
         keys=[
             keys.lease(""),

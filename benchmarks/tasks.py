@@ -44,6 +44,10 @@ def make_app(url: str, *, plain: bool) -> Celery:
     def nothing() -> None:
         pass
 
+    @app.task(name="nothing_plain", ignore_result=True, base=Task, acks_late=True, shared=False)
+    def nothing_plain() -> None:
+        pass
+
     @app.task(name="nothing_with_result", **options)
     def nothing_with_result() -> None:
         pass

@@ -29,7 +29,7 @@ class Contender:
     """One way to run a task.
 
     Attributes:
-        plain: Celery's own task class.
+        plain: The plugin is not there at all.
     """
 
     name: str
@@ -42,13 +42,21 @@ CONTENDERS = (
     Contender(name="plain", about="plain Celery, late ack", task="nothing", plain=True),
     Contender(name="ours", about="ours", task="nothing", plain=False),
     Contender(
+        name="fetch", about="plain tasks, late ack, in a worker with our fetch", task="nothing_plain", plain=False
+    ),
+    Contender(
         name="plain_result", about="plain Celery, late ack, result stored", task="nothing_with_result", plain=True
     ),
     Contender(name="ours_result", about="ours, result stored", task="nothing_with_result", plain=False),
     Contender(name="lock", about="plain Celery, a redis-py Lock in the body", task="nothing_under_lock", plain=True),
 )
 # Against whom, and what the design promises of the ratio.
-PAIRS = (("ours", "plain", 0.85), ("ours_result", "plain_result", 0.85), ("ours", "lock", 1.0))
+PAIRS = (
+    ("ours", "plain", 0.85),
+    ("ours_result", "plain_result", 0.85),
+    ("fetch", "plain", 1.0),
+    ("ours", "lock", 1.0),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +154,17 @@ def figures(runs: dict[str, list[Run]]) -> list[Figure]:
         )
         for name, done in runs.items()
         for who in done[0].cpu
+    ]
+    found += [
+        Figure(
+            name=f"{name}_cpu",
+            about=f"{about[name]}, processor a task: all of them",
+            value=spread([sum(run.cpu.values()) for run in done]).p50,
+            unit="ms",
+            part="p50",
+        )
+        for name, done in runs.items()
+        if done[0].cpu
     ]
     return found
 

@@ -119,6 +119,14 @@ class Keys:
         return f"{self.root}:leader"
 
 
+@dataclass(frozen=True, slots=True)
+class UnackedKeys:
+    """Where kombu keeps unacknowledged deliveries, with its global prefix applied."""
+
+    unacked: str
+    index: str
+
+
 def delivery_tag(session: str, number: int) -> str:
     """Mint the tag of one delivery: unique for ever, and it names the session that took the message."""
     return f"{session}{TAG_MARK}{number}"

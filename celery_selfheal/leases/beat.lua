@@ -9,13 +9,14 @@
 -- ARGV[1]  session             ARGV[2]  ttl, ms
 -- ARGV[3]  who we are (JSON)   ARGV[4]  'join' begins the session, 'stay' renews it, 'none' leaves it alone
 -- ARGV[5]  a random value, the epoch of an empty store   ARGV[6]  ttl of bookkeeping keys, ms
--- ARGV[7]  number of leases, then token, task id and task name of each
--- then     the delivery tags that live requests know
--- Returns  {epoch, 'kept' | 'again' | 'begun' | 'lost' | '', answer of each lease..., unknown tags...}
---          Each lease: 'held'; 'lost', another start has it; 'idle', this start has not begun or has ended.
+-- ARGV[7]  JSON of five lists: token, task id and task name of each lease; the tags of this session that live requests
+--          know, and those of its earlier ones
+-- Returns  {epoch, 'kept' | 'again' | 'begun' | 'lost' | '', a letter for each lease, unknown tags...}
+--          Letters: 'h', held; 'l', lost, another start has it; 'i', idle, this start has not begun or has ended.
 local session, ttl = ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local tokens, ids, tasks, tags, others = unpack(cjson.decode(ARGV[7]))
 
 if not redis.call('GET', KEYS[8]) then
   redis.call('SET', KEYS[8], ARGV[5])
@@ -57,19 +58,32 @@ local function people(task)
   return cjson.encode({task = task, node = node})
 end
 
-local leases = tonumber(ARGV[7])
-for n = 0, leases - 1 do
-  local lease, journal = KEYS[15 + 2 * n], KEYS[16 + 2 * n]
-  local token, id = ARGV[8 + 3 * n], ARGV[9 + 3 * n]
+-- One command for many members, since Lua's stack takes some thousand arguments; returns what the commands count.
+local function add(key, score, members, ...)
+  local count = 0
+  for first = 1, #members, 1000 do
+    local words = {...}
+    for n = first, math.min(first + 999, #members) do
+      words[#words + 1] = score
+      words[#words + 1] = members[n]
+    end
+    count = count + redis.call('ZADD', key, unpack(words))
+  end
+  return count
+end
+
+local letters, held = {}, {}
+for n, token in ipairs(tokens) do
+  local lease, journal = KEYS[13 + 2 * n], KEYS[14 + 2 * n]
+  local id = ids[n]
   local holder = redis.call('HGET', lease, 'token')
-  local answer = 'idle'
+  local letter = 'i'
   if holder == token then
     redis.call('PEXPIRE', lease, ttl)
-    redis.call('ZADD', KEYS[10], now_ms + ttl, id)
-    answer = 'held'
+    letter = 'h'
   elseif holder then
     if redis.call('ZSCORE', journal, token) then
-      answer = 'lost'
+      letter = 'l'
     end
   else
     local last = redis.call('ZREVRANGE', journal, 0, 0, 'WITHSCORES')
@@ -78,34 +92,37 @@ for n = 0, leases - 1 do
       local fence = string.format('%.0f', tonumber(last[2]))
       redis.call('HSET', lease, 'token', token, 'fence', fence, 'session', session, 'attempt', '')
       redis.call('PEXPIRE', lease, ttl)
-      redis.call('ZADD', KEYS[10], now_ms + ttl, id)
       redis.call('SADD', KEYS[11], id)
       if not redis.call('HGET', KEYS[9], id) then
-        redis.call('HSET', KEYS[9], id, table.concat({now_ms, fence, token, session, people(ARGV[10 + 3 * n])}, ' '))
+        redis.call('HSET', KEYS[9], id, table.concat({now_ms, fence, token, session, people(tasks[n])}, ' '))
       end
-      answer = 'held'
+      letter = 'h'
     elseif redis.call('ZSCORE', journal, token) then
-      answer = 'lost'
+      letter = 'l'
     end
   end
-  reply[#reply + 1] = answer
+  letters[n] = letter
+  if letter == 'h' then
+    held[#held + 1] = id
+  end
 end
+add(KEYS[10], now_ms + ttl, held)
+reply[3] = table.concat(letters)
 
 -- Last of all: what was written above may be the first of its key.
 for _, key in ipairs({KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[14]}) do
   redis.call('PEXPIRE', key, ARGV[6])
 end
 
-local known, count = {}, 0
-for n = 8 + 3 * leases, #ARGV do
-  local tag = ARGV[n]
-  redis.call('ZADD', KEYS[13], 'XX', time[1] .. '.' .. string.format('%06d', time[2]), tag)
-  if not known[tag] and redis.call('HEXISTS', KEYS[5], tag) == 1 then
+-- Index and owner records have the same tags: as many changed as there are owned, and nothing is unknown.
+local score = time[1] .. '.' .. string.format('%06d', time[2])
+local refreshed = add(KEYS[13], score, tags, 'XX', 'CH')
+add(KEYS[13], score, others, 'XX')
+if ARGV[4] ~= 'none' and redis.call('HLEN', KEYS[5]) > refreshed then
+  local known = {}
+  for _, tag in ipairs(tags) do
     known[tag] = true
-    count = count + 1
   end
-end
-if ARGV[4] ~= 'none' and redis.call('HLEN', KEYS[5]) > count then
   for _, tag in ipairs(redis.call('HKEYS', KEYS[5])) do
     if not known[tag] then
       reply[#reply + 1] = tag

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
-from celery_selfheal.leases.port import Stall, Start
+from celery_selfheal.leases.port import Stall
 
 
-def encode(start: Start) -> str:
+def encode(task_name: str, *, node: str, pid: int, deadline_seconds: float | None) -> str:
     """The part that the client knows; the store puts instant, fence, token and session before it."""
     return json.dumps(
-        {"task": start.task_name, "node": start.node, "pid": start.pid, "deadline": start.deadline_seconds},
+        {"task": task_name, "node": node, "pid": pid, "deadline": deadline_seconds},
         separators=(",", ":"),
     )
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 import redis
 
-from celery_selfheal.keys import Keys
+from celery_selfheal.keys import Keys, UnackedKeys
 from celery_selfheal.leases import record
+from celery_selfheal.leases.beat import BeatScript
 from celery_selfheal.leases.port import (
     JOURNAL_TTL,
     Acquired,
@@ -28,25 +28,15 @@ from celery_selfheal.leases.port import (
     Start,
 )
 from celery_selfheal.leases.scripts import Script, answering, text
+from celery_selfheal.redis_wire import Word, milliseconds, packed
 from celery_selfheal.retry_budget import RetryBudget
-
-BOOKKEEPING_TTL = timedelta(days=7)
-"""Life of indexes and counters after the last beat of any worker: a fleet that is gone leaves nothing for ever."""
 
 PACKAGE = "celery_selfheal.leases"
 
-
-def milliseconds(duration: timedelta) -> int:
-    """Whole milliseconds, for ``PX``."""
-    return round(duration.total_seconds() * 1000)
-
-
-@dataclass(frozen=True, slots=True)
-class UnackedKeys:
-    """Where kombu keeps unacknowledged deliveries, with its global prefix applied."""
-
-    unacked: str
-    index: str
+KNOWN_TASKS = 1_000  # task names whose part of a call is kept packed, half a kilobyte each
+# EVALSHA, digest, number of keys, the keys that are always there, and the arguments.
+ACQUIRE_WORDS = 3 + 10 + 15
+RELEASE_WORDS = 3 + 7 + 8
 
 
 class RedisLeaseStore:
@@ -75,97 +65,81 @@ class RedisLeaseStore:
         self._client: Any = client  # its types differ between the versions of redis-py that we support
         self._keys = keys
         self._ttl_ms = milliseconds(ttl)
-        self._max_stalls = max_stalls
         self._done_ttl_ms = milliseconds(done_ttl)
         self._address = address
         self._unacked = unacked
         self._epoch: str | None = None
-        self._budget: list[float | str] = ["", 0, 0]
+        limits: list[Word] = ["", 0, 0]
         if budget is not None:
-            self._budget = [budget.share, budget.per_second, budget.burst]
+            limits = [budget.share, budget.per_second, budget.burst]
+        self._limits = [self._ttl_ms, max_stalls, milliseconds(JOURNAL_TTL), *limits]
+        # The greater part of each call is the same for all starts of a task.
+        self._of_acquire = lru_cache(KNOWN_TASKS)(self._words_of_acquire)
+        self._of_release = lru_cache(KNOWN_TASKS)(self._words_of_release)
         self._acquire = Script(client, PACKAGE, "acquire", address=address)
         self._release = Script(client, PACKAGE, "release", address=address)
-        self._beat = Script(client, PACKAGE, "beat", address=address)
+        self._beat = BeatScript(client, keys, ttl_ms=self._ttl_ms, address=address)
         self._abandon = Script(client, PACKAGE, "abandon", address=address)
         self._expire = Script(client, PACKAGE, "expire", address=address)
 
     def acquire(self, start: Start) -> Outcome:
         """See ``LeaseStore.acquire``: one round trip, the ownership of the delivery included."""
         names = self._keys
-        keys = [
-            names.lease(start.task_id),
-            names.journal(start.task_id),
-            names.done(start.marker),
-            names.inflight,
-            names.index,
-            names.held(start.session),
-            names.fence,
-            names.counters,
-            names.budget(start.task_name),
-            names.wait(start.token),
-        ]
         tag = self._tag_of(start)
-        if tag and self._unacked:
-            keys += [self._unacked.unacked, names.owned(start.session)]
-        reply = self._acquire(
-            keys,
-            [
-                start.token,
-                start.task_id,
-                self._ttl_ms,
-                self._max_stalls,
-                start.session,
-                start.attempt,
-                start.predecessor or "",
-                milliseconds(JOURNAL_TTL),
-                tag,
-                start.task_name,
-                record.encode(start),
-                start.turn,
-                *self._budget,
-            ],
+        keys, arguments = self._of_acquire(
+            start.session, start.task_name, start.node, start.pid, start.deadline_seconds, bool(tag)
         )
-        state = text(reply[0])
-        if state == "not mine":
+        reply = text(
+            self._acquire.send(
+                ACQUIRE_WORDS + (2 if tag else 0),
+                b"$2\r\n12\r\n" if tag else b"$2\r\n10\r\n",
+                packed(
+                    [
+                        names.lease(start.task_id),
+                        names.journal(start.task_id),
+                        names.done(start.marker),
+                        names.wait(start.token),
+                    ]
+                ),
+                keys,
+                packed([start.token, start.task_id, start.attempt, start.predecessor or "", tag, start.turn]),
+                arguments,
+            )
+        )
+        state, _, rest = reply.partition(" ")
+        if state == "not-mine":
             return NotMine()
         if state == "done":
-            return AlreadyDone(text(reply[1]).partition(" ")[2])
-        if state == "over budget":
-            return OverBudget(wait=timedelta(milliseconds=reply[1]))
+            return AlreadyDone(rest.partition(" ")[2])
+        if state == "over-budget":
+            return OverBudget(wait=timedelta(milliseconds=int(rest)))
         if state == "busy":
-            return Busy(remaining=timedelta(milliseconds=max(0, reply[1])), attempt=text(reply[2] or b""))
-        lease = Lease(task_id=start.task_id, token=start.token, fence=int(reply[1]))
+            left_ms, _, attempt = rest.partition(" ")
+            return Busy(remaining=timedelta(milliseconds=max(0, int(left_ms))), attempt=attempt)
+        fence, unfinished, overtaken = rest.split(" ", 2)
+        lease = Lease(task_id=start.task_id, token=start.token, fence=int(fence))
+        stalls = int(unfinished)
         if state == "stalled":
-            return StalledOut(lease=lease, stalls=reply[2])
-        overtaken = record.InFlight.decode(text(reply[3])) if reply[3] else None
-        return Acquired(
-            lease=lease,
-            stalls=reply[2],
-            overtaken=overtaken.stall(start.task_id, now_ms=lease.fence // 1000, unfinished_starts=reply[2])
-            if overtaken
-            else None,
+            return StalledOut(lease=lease, stalls=stalls)
+        if not overtaken:
+            return Acquired(lease=lease, stalls=stalls)
+        stall = record.InFlight.decode(overtaken).stall(
+            start.task_id, now_ms=lease.fence // 1000, unfinished_starts=stalls
         )
+        return Acquired(lease=lease, stalls=stalls, overtaken=stall)
 
     def release(
         self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False, failure: str = ""
     ) -> bool:
         """See ``LeaseStore.release``: one round trip, acknowledgement included."""
         names = self._keys
-        keys = [
-            names.lease(start.task_id),
-            names.journal(start.task_id),
-            names.done(start.marker),
-            names.inflight,
-            names.index,
-            names.held(start.session),
-            names.counters,
-        ]
         tag = self._tag_of(start) if acknowledge else ""
-        if tag and self._unacked:
-            keys += [self._unacked.unacked, self._unacked.index, names.owned(start.session)]
-        return bool(
-            self._release(
-                keys,
+        reply = self._release.send(
+            RELEASE_WORDS + (3 if tag else 0),
+            b"$2\r\n10\r\n" if tag else b"$1\r\n7\r\n",
+            packed([names.lease(start.task_id), names.journal(start.task_id), names.done(start.marker)]),
+            self._of_release(start.session, bool(tag)),
+            packed(
                 [
                     start.token,
                     start.task_id,
@@ -175,16 +149,15 @@ class RedisLeaseStore:
                     tag,
                     f" {failure}" if failure else "",
                     start.session,
-                ],
-            )
+                ]
+            ),
         )
+        return bool(reply)
 
     def renew(self, starts: Sequence[Start]) -> list[Renewal]:
         """See ``LeaseStore.renew``: one round trip for all of them."""
         session = starts[0].session if starts else ""
-        reply = self._beat(*renewal_call(self._keys, starts, ttl_ms=self._ttl_ms, session=session, mode="none"))
-        epoch, _, *answers = map(text, reply)
-        renewals = [Renewal(answer) for answer in answers]
+        epoch, _, renewals, _ = self._beat(starts, session=session, mode="none")
         if self._epoch not in (None, epoch):
             # The store was emptied: what runs takes its lease anew, under the token that its child knows.
             for n, start in enumerate(starts):
@@ -255,49 +228,22 @@ class RedisLeaseStore:
             if start and unfinished >= 0:
                 yield start.stall(task_id, now_ms=now_ms, unfinished_starts=unfinished)
 
+    def _words_of_acquire(
+        self, session: str, task_name: str, node: str, pid: int, deadline_seconds: float | None, has_tag: bool
+    ) -> tuple[bytes, bytes]:
+        names = self._keys
+        keys = [names.budget(task_name), names.inflight, names.index, names.fence, names.counters, names.held(session)]
+        if has_tag and self._unacked:
+            keys += [self._unacked.unacked, names.owned(session)]
+        about = record.encode(task_name, node=node, pid=pid, deadline_seconds=deadline_seconds)
+        return packed(keys), packed([session, task_name, about, *self._limits])
+
+    def _words_of_release(self, session: str, has_tag: bool) -> bytes:
+        names = self._keys
+        keys = [names.inflight, names.index, names.counters, names.held(session)]
+        if has_tag and self._unacked:
+            keys += [self._unacked.unacked, self._unacked.index, names.owned(session)]
+        return packed(keys)
+
     def _tag_of(self, start: Start) -> str:
         return start.tag if start.tag and self._unacked else ""
-
-
-def renewal_call(
-    keys: Keys,
-    starts: Sequence[Start],
-    *,
-    ttl_ms: int,
-    session: str,
-    mode: str,
-    host: str = "",
-    about: str = "",
-    unacked: UnackedKeys | None = None,
-    tags: Sequence[str] = (),
-) -> tuple[list[str], list[str | int]]:
-    """Keys and arguments of ``beat.lua``; ``mode`` is ``join``, ``stay``, or ``none`` for leases without a session."""
-    names = [
-        keys.session(session),
-        keys.sessions,
-        keys.about,
-        keys.host(host),
-        keys.owned(session),
-        keys.pulse,
-        keys.grace,
-        keys.epoch,
-        keys.inflight,
-        keys.index,
-        keys.held(session),
-        unacked.unacked if unacked else keys.owned(session),
-        unacked.index if unacked else keys.sessions,
-        keys.counters,
-    ]
-    arguments: list[str | int] = [
-        session,
-        ttl_ms,
-        about,
-        mode,
-        uuid.uuid4().hex,
-        milliseconds(BOOKKEEPING_TTL),
-        len(starts),
-    ]
-    for start in starts:
-        names += [keys.lease(start.task_id), keys.journal(start.task_id)]
-        arguments += [start.token, start.task_id, start.task_name]
-    return names, [*arguments, *tags]

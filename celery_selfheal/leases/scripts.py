@@ -11,10 +11,11 @@ import redis
 from redis.exceptions import NoScriptError, RedisError
 
 from celery_selfheal.errors import StoreError
+from celery_selfheal.redis_wire import Word, command, packed, wire_of
 
 __all__ = ("NoScriptError", "RedisError", "Script", "ScriptArgument", "answering", "source", "text")
 
-ScriptArgument = str | int | float | bytes
+ScriptArgument = Word
 
 
 def source(package: str, name: str) -> str:
@@ -41,18 +42,41 @@ class Script:
 
     def __init__(self, client: redis.Redis, package: str, name: str, *, address: str) -> None:
         self._client = client
-        self._script = client.register_script(source(package, name))
+        self._wire = wire_of(client)
+        self._source = source(package, name)
+        self._for_pipelines = client.register_script(self._source)
+        self._begin = packed(["EVALSHA", self.sha])
         self._name = name
         self._address = address
 
     def __call__(self, keys: Sequence[str], arguments: Sequence[ScriptArgument]) -> Any:
-        """Run it.
+        """Run it. May run twice where an answer is lost.
 
         Raises:
             StoreError: Redis did not answer, or refused.
         """
-        with answering(self._address, self._name):
-            return self._script(keys=list(keys), args=list(arguments))
+        words = packed([len(keys), *keys, *arguments])
+        return self.send(3 + len(keys) + len(arguments), words)
+
+    def send(self, count: int, *words: bytes) -> Any:
+        """Run it with keys and arguments that are packed.
+
+        Args:
+            count: Words of the command: ``EVALSHA``, its digest, the number of keys, and what ``words`` hold.
+            words: From the number of keys on.
+
+        Raises:
+            StoreError: as a call.
+        """
+        data = command(count, self._begin, *words)
+        try:
+            try:
+                return self._wire.call(data)
+            except NoScriptError:
+                self._wire.call(command(3, packed(["SCRIPT", "LOAD", self._source])))
+                return self._wire.call(data)
+        except RedisError as exc:
+            raise StoreError(self._address, f"{self._name}: {exc}") from exc
 
     def each(
         self, calls: Sequence[tuple[Sequence[str], Sequence[ScriptArgument]]], *, unseen: bool = False
@@ -67,13 +91,13 @@ class Script:
         """
         with answering(self._address, self._name), self._client.pipeline(transaction=unseen) as pipe:
             for keys, arguments in calls:
-                self._script(keys=list(keys), args=list(arguments), client=pipe)
+                self._for_pipelines(keys=list(keys), args=list(arguments), client=pipe)
             return list(pipe.execute())
 
     @property
     def sha(self) -> str:
         """Digest under which the server knows it."""
-        return str(self._script.sha)
+        return str(self._for_pipelines.sha)
 
 
 def text(value: bytes | str) -> str:

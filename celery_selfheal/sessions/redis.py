@@ -8,11 +8,11 @@ from typing import Any
 
 import redis
 
-from celery_selfheal.keys import Keys, session_of_tag
-from celery_selfheal.leases.port import Renewal, Start
-from celery_selfheal.leases.redis import PACKAGE as LEASES
-from celery_selfheal.leases.redis import UnackedKeys, milliseconds, renewal_call
+from celery_selfheal.keys import Keys, UnackedKeys, session_of_tag
+from celery_selfheal.leases.beat import BeatScript
+from celery_selfheal.leases.port import Start
 from celery_selfheal.leases.scripts import Script, answering, text
+from celery_selfheal.redis_wire import milliseconds
 from celery_selfheal.sessions.port import BeatAnswer, Census, Delivery, Peer, Session, Standing
 
 PACKAGE = "celery_selfheal.sessions"
@@ -31,7 +31,7 @@ class RedisSessionStore:
         self._keys = keys
         self._ttl_ms = milliseconds(ttl)
         self._unacked = unacked
-        self._beat = Script(client, LEASES, "beat", address=address)
+        self._beat = BeatScript(client, keys, ttl_ms=self._ttl_ms, address=address, unacked=unacked)
         self._census = Script(client, PACKAGE, "census", address=address)
         self._condemn = Script(client, PACKAGE, "condemn", address=address)
         self._bury = Script(client, PACKAGE, "bury", address=address)
@@ -40,26 +40,15 @@ class RedisSessionStore:
         self, session: Session, *, join: bool, starts: Sequence[Start] = (), tags: Sequence[str] = ()
     ) -> BeatAnswer:
         """See ``SessionStore.beat``: one round trip, whatever is held."""
-        reply = self._beat(
-            *renewal_call(
-                self._keys,
-                starts,
-                ttl_ms=self._ttl_ms,
-                session=session.name,
-                mode="join" if join else "stay",
-                host=session.host,
-                about=session.about(),
-                unacked=self._unacked,
-                tags=tags,
-            )
+        epoch, standing, renewals, unknown_tags = self._beat(
+            starts,
+            session=session.name,
+            mode="join" if join else "stay",
+            host=session.host,
+            about=session.about(),
+            tags=tags,
         )
-        epoch, standing, *rest = map(text, reply)
-        return BeatAnswer(
-            standing=Standing(standing),
-            epoch=epoch,
-            renewals=[Renewal(answer) for answer in rest[: len(starts)]],
-            unknown_tags=rest[len(starts) :],
-        )
+        return BeatAnswer(standing=Standing(standing), epoch=epoch, renewals=renewals, unknown_tags=unknown_tags)
 
     def census(self, *, session: Session | None, lead_ms: int, limit: int) -> Census:
         """See ``SessionStore.census``."""

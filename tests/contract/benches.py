@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import redis
 
-from celery_selfheal.keys import Keys, delivery_tag
+from celery_selfheal.keys import Keys, UnackedKeys, delivery_tag
 from celery_selfheal.leases.memory import MemoryLeaseStore
 from celery_selfheal.leases.port import LeaseStore, Start
-from celery_selfheal.leases.redis import RedisLeaseStore, UnackedKeys
+from celery_selfheal.leases.redis import RedisLeaseStore
 from celery_selfheal.leases.scripts import Script
 from celery_selfheal.retry_budget import RetryBudget
 

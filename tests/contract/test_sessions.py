@@ -286,6 +286,56 @@ def test_beat_names_the_deliveries_that_its_worker_has_forgotten(sessions: Sessi
 
 
 @on_the_broker
+def test_deliveries_of_an_earlier_session_hide_no_forgotten_one(
+    sessions: SessionStore, broker: Broker, client: redis.Redis
+) -> None:
+    """A worker that was taken for dead still runs what it took before, and keeps it from the visibility timeout."""
+    join(sessions, W1, W2)
+    broker.publish(*[b"{}"] * 3)
+    earlier, known, forgotten = broker.take(session="w2"), broker.take(), broker.take()
+    before = client.zscore(UNACKED.index, earlier)
+
+    answer = sessions.beat(W1, join=False, tags=[earlier, known])
+
+    assert answer.unknown_tags == [forgotten]
+    assert client.zscore(UNACKED.index, earlier) != before
+
+
+@on_the_broker
+def test_delivery_that_a_stock_worker_restored_hides_no_forgotten_one(
+    sessions: SessionStore, broker: Broker, client: redis.Redis
+) -> None:
+    join(sessions, W1)
+    broker.publish(*[b"{}"] * 2)
+    restored, forgotten = broker.take(), broker.take()
+    client.zrem(UNACKED.index, restored)
+    client.hdel(UNACKED.unacked, restored)
+
+    assert sessions.beat(W1, join=False, tags=[restored]).unknown_tags == [forgotten]
+
+
+@on_the_broker
+def test_beat_renews_more_than_one_command_can_name(
+    sessions: SessionStore, broker: Broker, client: redis.Redis
+) -> None:
+    bench = RedisBench(client)
+    join(sessions, W1)
+    many = 2_001
+    broker.publish(*[b"{}"] * (many + 1))
+    starts = [a_start(f"t{n}", tag=broker.take()) for n in range(many)]
+    forgotten = broker.take()
+    for start in starts:
+        bench.store.acquire(start)
+        client.zadd(KEYS.index, {start.task_id: 1})
+
+    answer = sessions.beat(W1, join=False, starts=starts, tags=[str(start.tag) for start in starts])
+
+    assert answer.renewals == [Renewal.HELD] * many
+    assert answer.unknown_tags == [forgotten]
+    assert client.zcount(KEYS.index, 1, 1) == 0
+
+
+@on_the_broker
 def test_beat_is_one_command_whatever_is_held(sessions: SessionStore, client: redis.Redis) -> None:
     bench = RedisBench(client)
     starts = [a_start(f"t{n}") for n in range(1_000)]

@@ -10,7 +10,7 @@ from typing import Any
 
 from celery import Celery
 
-from celery_selfheal.leases.redis import UnackedKeys
+from celery_selfheal.keys import UnackedKeys
 
 LEAST_PRIORITY, MOST_PRIORITY = 0, 9  # what kombu makes of any number
 

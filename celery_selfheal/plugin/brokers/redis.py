@@ -9,6 +9,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from queue import Empty
 from types import MethodType
 from typing import Any
@@ -21,11 +22,13 @@ from celery_selfheal.plugin.brokers.layout import RedisLayout
 from celery_selfheal.plugin.brokers.wait import Idle
 from celery_selfheal.plugin.death import death_of_bytes
 from celery_selfheal.plugin.worker import Worker
+from celery_selfheal.redis_wire import command, packed
 from celery_selfheal.sessions.redis import RedisDeliveryStore
 
 logger = logging.getLogger("celery_selfheal")
 
 NO_SESSION_PAUSE_SECONDS = 0.1
+KNOWN_PLANS = 100  # orders of queues that are kept packed; kombu turns them round after each message
 
 CHANNEL_SHAPE = (
     "_brpop_start",
@@ -51,12 +54,26 @@ def missing_shape(channel: Any) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Plan:
+    """One order of lists to look into, with all words of the command but the delivery tag.
+
+    Attributes:
+        queues: The queue of each list.
+    """
+
+    queues: list[str]
+    lists: list[str]
+    words: int
+    before_tag: bytes
+    after_tag: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Question:
     """What was asked of Redis last, and whose answer is due."""
 
     tag: str
-    queues: list[str]
-    lists: list[str]
+    plan: _Plan
 
 
 class ReliableFetch:
@@ -84,6 +101,7 @@ class ReliableFetch:
         self._original_ack = self._qos.ack
         self._original_reject = self._qos.reject
         self._sha = self._load()
+        self._plan = lru_cache(KNOWN_PLANS)(self._make_plan)
 
     def install(self) -> None:
         """Take over the channel."""
@@ -115,22 +133,33 @@ class ReliableFetch:
             self._idle.not_now(NO_SESSION_PAUSE_SECONDS)
         if self._idle.must_wait():
             return
-        lists = [(queue, channel._q_for_pri(queue, step)) for step in channel.priority_steps for queue in queues]
         session = self._worker.session.name
         tag = delivery_tag(session, self._worker.next_delivery())
-        list_keys = [self._layout.prefix + name for _, name in lists]
+        plan = self._plan(session, tuple(queues), tuple(channel.priority_steps))
+        connection = channel.client.connection
+        channel._in_poll = connection
+        channel._brpop_sent_at = monotonic()
+        self._asked = _Question(tag, plan)
+        connection.send_packed_command((command(plan.words, plan.before_tag, packed([tag]), plan.after_tag),))
+
+    def _make_plan(self, session: str, queues: tuple[str, ...], steps: tuple[int, ...]) -> _Plan:
+        lists = [
+            (queue, self._layout.prefix + self._channel._q_for_pri(queue, step)) for step in steps for queue in queues
+        ]
         keys = [
             self._keys.session(session),
             self._layout.unacked.unacked,
             self._layout.unacked.index,
             self._keys.owned(session),
-            *list_keys,
+            *[name for _, name in lists],
         ]
-        connection = channel.client.connection
-        channel._in_poll = connection
-        channel._brpop_sent_at = monotonic()
-        self._asked = _Question(tag, [queue for queue, _ in lists], list_keys)
-        connection.send_command("EVALSHA", self._sha, len(keys), *keys, tag, *(json.dumps(queue) for queue, _ in lists))
+        return _Plan(
+            queues=[queue for queue, _ in lists],
+            lists=[name for _, name in lists],
+            words=3 + len(keys) + 1 + len(lists),
+            before_tag=packed(["EVALSHA", self._sha, len(keys), *keys]),
+            after_tag=packed([json.dumps(queue) for queue, _ in lists]),
+        )
 
     def _read(self, **options: Any) -> bool:
         channel = self._channel
@@ -158,11 +187,11 @@ class ReliableFetch:
             self._idle.not_now(NO_SESSION_PAUSE_SECONDS)
             raise Empty
         if not reply:
-            self._idle.nothing(asked.lists)
+            self._idle.nothing(asked.plan.lists)
             raise Empty
         position, message = reply
-        self._idle.found(asked.lists[position - 1])
-        self._deliver(asked.tag, asked.queues[position - 1], message)
+        self._idle.found(asked.plan.lists[position - 1])
+        self._deliver(asked.tag, asked.plan.queues[position - 1], message)
         return True
 
     def _deliver(self, tag: str, queue: str, message: bytes) -> None:
