@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -19,12 +18,12 @@ NOW = timedelta(0)
 
 
 @pytest.fixture(params=["postgresql", "mariadb", "sqlite"])
-def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest) -> Engine:
     """An empty outbox on each database."""
     engine: Engine = request.getfixturevalue(f"{request.param}_engine")
     with engine.begin() as connection:
         connection.execute(delete(OutboxMessage))
-    yield engine
+    return engine
 
 
 @pytest.fixture
