@@ -138,10 +138,11 @@ def fail_then_book(self, failures):
     return self.request.retries
 
 
-@app.task(bind=True, base=SelfHealTask, dedup="claim", idempotency_key="mail:{address}")
+@app.task(bind=True, base=SelfHealTask, dedup="claim", idempotency_key="mail:{address}", retry_backoff=0.1)
 def mail(self, address):
     """An effect that no rollback undoes."""
     note("mail", address)
+    fail_once(address)
     wait_for_gate(self.request.id)
     return f"sent to {address}"
 
@@ -149,13 +150,15 @@ def mail(self, address):
 @app.task(bind=True, base=SelfHealTask, dedup="claim", on_in_doubt="hold", idempotency_key="letter:{address}")
 def letter(self, address):
     note("mail", address)
+    fail_once(address)
     wait_for_gate(self.request.id)
     return f"sent to {address}"
 
 
-@app.task(bind=True, base=SelfHealTask, dedup="redis", idempotency_key="text:{number}")
+@app.task(bind=True, base=SelfHealTask, dedup="redis", idempotency_key="text:{number}", retry_backoff=0.1)
 def send_text(self, number):
     note("text", number)
+    fail_once(number)
     wait_for_gate(self.request.id)
     return f"sent to {number}"
 
@@ -164,3 +167,11 @@ def wait_for_gate(task_id):
     """Stay in the body while the test has put a gate before this task."""
     while (FOLDER / f"gate.{task_id}").exists():
         time.sleep(0.02)
+
+
+def fail_once(name):
+    """Fail if the test asks for it."""
+    wish = FOLDER / f"fail.{name}"
+    if wish.exists():
+        wish.unlink()
+        raise ConnectionError("no post office")
