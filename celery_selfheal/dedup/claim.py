@@ -10,7 +10,7 @@ from celery_selfheal.database.instants import store_now
 from celery_selfheal.database.tables import ProcessedJob as Row
 from celery_selfheal.dedup.owner import Owner
 from celery_selfheal.dedup.port import Answer, Granted, Held, Job, Status
-from celery_selfheal.dedup.record import Record, judge, owner_of, unseen
+from celery_selfheal.dedup.record import Record, judge, owner_of, status_of, unseen
 from celery_selfheal.dedup.steps import Steps
 
 _LOOKS = 3  # so often may a row vanish between two of our statements
@@ -124,7 +124,7 @@ class SqlClaims:
         if row is None:
             return None
         return Record(
-            status=_status(row.status),
+            status=status_of(row.status),
             task_name=row.job_name,
             owner=Owner.parse(row.owner),
             fence=row.fence,
@@ -133,8 +133,3 @@ class SqlClaims:
             payload=row.response_payload,
             dispatched=row.dispatched,
         )
-
-
-def _status(word: str) -> Status:
-    """A word that another program wrote tells nothing of the effect: a person has to look."""
-    return Status(word) if word in Status.__members__ else Status.IN_DOUBT

@@ -9,10 +9,12 @@ import pytest
 from celery_selfheal.errors import StoreError
 from celery_selfheal.leases.memory import MemoryLeaseStore
 from celery_selfheal.leases.port import LeaseInquiry
+from celery_selfheal.leases.postgres import PostgresLeaseStore
 from celery_selfheal.leases.redis import RedisLeaseStore
 from celery_selfheal.redis_url import make_client
 from celery_selfheal.testing import TcpProxy
 from contract.benches import ADDRESS, DONE_TTL, KEYS, MAX_STALLS, TTL, LeaseBench, MemoryBench, RedisBench, a_start
+from contract.postgres_bench import PostgresBench
 
 
 def of_memory(store: MemoryLeaseStore) -> LeaseInquiry:
@@ -23,8 +25,14 @@ def of_redis(store: RedisLeaseStore) -> LeaseInquiry:
     return store
 
 
-@pytest.fixture(params=["memory", "redis"])
+def of_postgres(store: PostgresLeaseStore) -> LeaseInquiry:
+    return store
+
+
+@pytest.fixture(params=["memory", "redis", "postgres"])
 def bench(request: pytest.FixtureRequest) -> LeaseBench:
+    if request.param == "postgres":
+        return PostgresBench(request.getfixturevalue("engine"))
     return MemoryBench() if request.param == "memory" else RedisBench(request.getfixturevalue("client"))
 
 

@@ -189,6 +189,30 @@ def test_nothing_is_taken_over_that_has_changed_since(store: Any, end: str) -> N
     assert not store.inherit(heir, as_read, doubt=True)
 
 
+def test_nothing_is_taken_over_but_what_was_read(store: Any) -> None:
+    holder, heir = a_job(), a_job()
+    store.claim(holder)
+    as_read = held(store, heir)
+
+    for other in (replace(as_read, token="other"), replace(as_read, fence=as_read.fence - 1)):
+        assert not store.inherit(heir, other, doubt=False)
+        assert not store.inherit(heir, other, doubt=True)
+
+
+@pytest.mark.parametrize("doubt", [False, True])
+def test_takeover_is_confirmed_only_while_it_is_so(store: Any, doubt: bool) -> None:
+    """A late repeat must not make a finished job run again, nor a running one look doubtful."""
+    gone, heir = a_job(), a_job()
+    store.claim(gone)
+    as_read = held(store, heir)
+    assert store.inherit(heir, as_read, doubt=doubt)
+
+    assert not store.inherit(heir, as_read, doubt=not doubt)
+    if not doubt:
+        store.complete(heir, 1)
+        assert not store.inherit(heir, as_read, doubt=False)
+
+
 def test_doubt_stays_until_a_person_looks(store: Any, bench: ClaimBench) -> None:
     gone, finder = a_job(), a_job()
     store.claim(gone)
