@@ -26,14 +26,14 @@ def note(event, task_id, **more):
         diary.write(json.dumps(line).encode() + b"\n")
 
 
-@app.task(bind=True, base=SelfHealTask)
+@app.task(bind=True, base=SelfHealTask, name="outlet.parcel")
 def parcel(self, order):
     """An effect outside of any transaction."""
     note("parcel", self.request.id, order=order)
     return order
 
 
-@app.task(bind=True, base=SelfHealTask, dedup="transaction")
+@app.task(bind=True, base=SelfHealTask, dedup="transaction", name="outlet.order")
 def order(self, name):
     """A task that is itself a producer."""
     self.session.execute(text("INSERT INTO orders (name) VALUES (:name)"), {"name": name})
