@@ -52,7 +52,7 @@ def test_a_task_that_dies_after_its_commit_has_one_effect_and_one_message(new_ou
 
     outlet.order.apply_async(args=("one",), task_id="order-one")
 
-    outlet.wait("the parcel is sent", lambda: outlet.diary())
+    outlet.wait("the parcel is sent", outlet.diary)
     outlet.wait("the outbox is empty", lambda: outlet.count_waiting() == 0)
     assert (outlet.folder / "died").exists()
     assert outlet.app.AsyncResult("order-one").get(timeout=60) == "one"
