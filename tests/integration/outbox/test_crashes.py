@@ -7,6 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from celery_selfheal import headers as names
+from celery_selfheal.plugin.install import install
+from celery_selfheal.plugin.outbox import courier_of
 from integration.outbox.outlet import Outlet
 
 ORDERS = tuple(f"o{n:02}" for n in range(20))
@@ -32,18 +34,27 @@ def test_what_dies_before_it_publishes_is_sent_by_the_sweep_in_order_and_once(ou
 
 def test_what_dies_before_it_removes_is_sent_twice_as_the_same_message_and_has_one_effect(outlet: Outlet) -> None:
     assert outlet.produce(*ORDERS, die_at="before removing") == -9
-    published = {message.headers["id"]: message.headers[names.PUBLISHED] for message in outlet.queued()}
-    assert len(published) == len(ORDERS)
-    assert outlet.count_waiting() == len(ORDERS)
-    outlet.grow_old()
-    (outlet.folder / "died").unlink()
-    assert outlet.produce("last", die_at="before removing") == -9
+    assert outlet.waiting() == [f"parcel-{name}" for name in ORDERS]
 
-    worker = outlet.start()
+    worker = outlet.start(concurrency=1)
 
     outlet.wait("the outbox is empty", lambda: outlet.count_waiting() == 0)
-    outlet.wait("the last copy is settled", lambda: worker.log_text().count("a copy of this message was finished") >= 1)
-    assert sorted(outlet.diary()) == sorted([*ORDERS, "last"])
+    outlet.wait("both copies of all have come", lambda: worker.log_text().count("] received") == 2 * len(ORDERS))
+    outlet.wait("every second copy has ended", lambda: worker.log_text().count("] ignored") == len(ORDERS))
+    assert outlet.diary() == list(ORDERS)
+
+
+def test_what_is_sent_again_has_the_same_id_and_instant_of_publication(outlet: Outlet) -> None:
+    assert outlet.produce(*ORDERS, die_at="before removing") == -9
+    first = [(message.headers["id"], message.headers[names.PUBLISHED]) for message in outlet.queued()]
+    outlet.grow_old()
+    courier = courier_of(install(outlet.app))
+    assert courier is not None
+
+    courier.deliver()
+
+    assert [(message.headers["id"], message.headers[names.PUBLISHED]) for message in outlet.queued()] == first
+    assert len(first) == len(ORDERS)
 
 
 def test_a_task_that_dies_after_its_commit_has_one_effect_and_one_message(new_outlet: Callable[..., Outlet]) -> None:
