@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from sqlalchemy import Connection, Dialect, Engine, delete, inspect, select
+from sqlalchemy import Connection, Dialect, Engine, bindparam, delete, inspect, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from celery_selfheal.database.drivers import shown
@@ -50,7 +50,14 @@ class Held:
 
     def remove(self, ids: Sequence[int]) -> None:
         """Remove rows when the hold ends; those that are gone already are no error."""
-        if ids:
+        if not ids:
+            return
+        if self._connection.dialect.name in ("mysql", "mariadb"):
+            # Of a list InnoDB may make a scan, which waits for every row that another one holds, who may wait for ours.
+            self._connection.execute(
+                delete(OutboxMessage).where(OutboxMessage.id == bindparam("one")), [{"one": one} for one in ids]
+            )
+        else:
             self._connection.execute(delete(OutboxMessage).where(OutboxMessage.id.in_(ids)))
 
 
@@ -87,6 +94,9 @@ class Outbox:
     def hold_these(self, ids: Sequence[int]) -> Iterator[Held]:
         """Hold those of some rows that are there and that nobody else holds."""
         wanted = select(OutboxMessage.id, OutboxMessage.task_id, OutboxMessage.message, OutboxMessage.created_at)
+        # A scan would lock the rows of others for a moment, and those who look for them just then would miss them.
+        for dialect in ("mysql", "mariadb"):
+            wanted = wanted.with_hint(OutboxMessage, "FORCE INDEX (PRIMARY)", dialect)
         with self._held(wanted.where(OutboxMessage.id.in_(ids)), older_than=None) as held:
             yield held
 

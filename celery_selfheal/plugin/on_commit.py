@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from celery import Celery, Task, _state
@@ -163,7 +165,7 @@ def apply_on_commit(session: Any, signature: Signature) -> Any:
     plugin = plugin_of(_app_of(signature, "apply_on_commit"))
     if plugin.app.conf.task_always_eager:
         result = signature.freeze()
-        Pending.of(target, _run_all).add(target, signature.apply_async)
+        Pending.of(target, _run_all).add(target, _Asked(plugin, call=signature.apply_async))
         return result
     use_outbox = plugin.settings.outbox
     if use_outbox:
@@ -172,11 +174,9 @@ def apply_on_commit(session: Any, signature: Signature) -> Any:
         database = database_of(plugin.settings)
         check_same_database(target, database.engine, setting=database.setting)
     result, messages = make_unsent(plugin.app, signature.apply_async)
-    if use_outbox and messages:
-        rows = _add_rows(target, messages)
-        Pending.of(target, _run_all).add(target, lambda: _send_committed(plugin, messages, rows))
-    elif messages:
-        Pending.of(target, _run_all).add(target, lambda: _send_now(plugin, messages))
+    if messages:
+        rows = _add_rows(target, messages) if use_outbox else []
+        Pending.of(target, _run_all).add(target, _Asked(plugin, messages=messages, rows=rows))
     return result
 
 
@@ -199,25 +199,37 @@ def tell_refused(messages: Sequence[Unsent], refusals: Sequence[str]) -> None:
             logger.error("message lost after the commit: %s[%s]: %s", message.task_name, message.task_id, refusal)
 
 
-def _run_all(calls: list[Callable[[], object]]) -> None:
-    """Make all calls; the first that fails is raised at the end."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What one ``apply_on_commit`` has asked for."""
+
+    plugin: Plugin
+    messages: Sequence[Unsent] = ()
+    rows: Sequence[OutboxMessage] = ()
+    call: Callable[[], object] | None = None
+
+
+def _run_all(asked: list[_Asked]) -> None:
+    """Do all that one transaction has asked for, each application's messages at once; raises the first failure."""
     failed: list[Exception] = []
-    for call in calls:
-        try:
-            call()
-        except Exception as exc:  # noqa: BLE001  # raised below: the others must not be lost over it
-            failed.append(exc)
+    for plugin in dict.fromkeys(one.plugin for one in asked):
+        mine = [one for one in asked if one.plugin is plugin]
+        ids = [_ids_of(one.rows) for one in mine]
+        stored = [number for numbers in ids for number in numbers]
+        # With the outbox: rows that were taken out of the session before they were flushed.
+        loose = [message for one, numbers in zip(mine, ids, strict=True) if not numbers for message in one.messages]
+        calls = [one.call for one in mine if one.call is not None]
+        if stored:
+            calls.append(partial(send_stored, plugin, stored))
+        if loose:
+            calls.append(partial(_send_now, plugin, loose))
+        for call in calls:
+            try:
+                call()
+            except Exception as exc:  # noqa: BLE001  # raised below: the others must not be lost over it
+                failed.append(exc)
     if failed:
         raise failed[0]
-
-
-def _send_committed(plugin: Plugin, messages: Sequence[Unsent], rows: Sequence[OutboxMessage]) -> None:
-    ids = _ids_of(rows)
-    if ids:
-        send_stored(plugin, ids)
-    else:
-        # Taken out of the session again before they were flushed, with all that was in it.
-        _send_now(plugin, messages)
 
 
 def _send_now(plugin: Plugin, messages: Sequence[Unsent]) -> None:

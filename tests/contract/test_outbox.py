@@ -107,9 +107,13 @@ def test_removing_twice_is_no_error(engine: Engine, outbox: Outbox) -> None:
 def test_what_fails_in_the_hold_leaves_the_rows(engine: Engine, outbox: Outbox) -> None:
     write(engine, "a")
 
-    with pytest.raises(ConnectionError), outbox.hold(limit=100, older_than=NOW) as held:
-        held.remove([row.id for row in held.rows])
-        raise ConnectionError
+    def fail() -> None:
+        with outbox.hold(limit=100, older_than=NOW) as held:
+            held.remove([row.id for row in held.rows])
+            raise ConnectionError
+
+    with pytest.raises(ConnectionError):
+        fail()
 
     assert held_messages(outbox) == ["a"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -349,3 +350,27 @@ def test_another_application_is_refused(app: Celery, make_app: Callable[..., Cel
 
     with pytest.raises(SettingsError, match="belongs to the application 'shop'"):
         after_commit(app).send(add(other).s(1))
+
+
+def test_an_asynchronous_session_writes_rows_and_sends_after_its_commit(outbox_app: Celery) -> None:
+    pytest.importorskip("aiosqlite")
+    from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+
+    ids: list[str] = []
+
+    async def produce() -> None:
+        engine = create_async_engine(database(outbox_app).url.set(drivername="sqlite+aiosqlite"))
+        async with AsyncSession(engine) as session:
+            ids.append(apply_on_commit(session, add(outbox_app).s(1)).id)
+            await session.flush()
+            ids.append(apply_on_commit(session.sync_session, add(outbox_app).s(2)).id)
+            assert sent(outbox_app) == []
+            await session.commit()
+            apply_on_commit(session, add(outbox_app).s(3))
+            await session.rollback()
+        await engine.dispose()
+
+    asyncio.run(produce())
+
+    assert sent(outbox_app) == ids
+    assert rows(outbox_app) == 0
