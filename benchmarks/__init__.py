@@ -3,6 +3,7 @@
 ``python -m benchmarks.NAME`` prints a table, with ``--json`` one JSON document; progress goes to standard error. Each
 starts servers and workers of its own. Compare figures of one run only: a laptop is not a server.
 
+* ``dedup``: effects once in one transaction, beside the same transaction written by hand; a purge beside tasks
 * ``latency``: how soon an idle worker picks a task up, beside plain Celery
 * ``recovery``: how long after SIGKILL the tasks go on
 * ``roundtrips``: calls to Redis for each task and each beat

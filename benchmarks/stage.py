@@ -6,7 +6,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -41,19 +41,21 @@ class Stage:
         concurrency: int = 1,
         prefetch: int = 4,
         pid_namespace: bool = False,
+        app: str = APP,
+        env: Mapping[str, str] | None = None,
         args: Sequence[str] = (),
     ) -> WorkerProcess:
         """Start a worker, without waiting until it is ready."""
         name = f"w{len(self._workers) + 1}"
         worker = WorkerProcess(
-            APP,
+            app,
             cwd=ROOT,
             log=self._folder / f"{name}.log",
             name=name,
             concurrency=concurrency,
             prefetch=prefetch,
             pid_namespace=pid_namespace,
-            env={URL_VARIABLE: self.url, PLAIN_VARIABLE: "yes" if plain else ""},
+            env={URL_VARIABLE: self.url, PLAIN_VARIABLE: "yes" if plain else "", **(env or {})},
             args=args,
         )
         self._workers.append(worker)

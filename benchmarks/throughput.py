@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
-import time
 from collections import defaultdict
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import click
 
+from benchmarks.emptying import Run, empty
 from benchmarks.machine import describe_machine
 from benchmarks.report import Figure, Report, progress
 from benchmarks.spread import spread
 from benchmarks.stage import Stage
-from benchmarks.tasks import QUEUE, make_app
-from celery_selfheal.testing import WorkerProcess
-
-WARM_UP_SHARE = 0.1  # of the tasks: until then children import and connect
-POLL_SECONDS = 0.01
-STUCK_SECONDS = 60.0
+from benchmarks.tasks import make_app
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,20 +51,6 @@ PAIRS = (
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
-    """One emptied queue.
-
-    Attributes:
-        rate: Tasks a second, once the worker is warm.
-        cpu: Milliseconds of processor for each task, by who used them; unlike the rate, other programs on the machine
-            hardly change it. Empty where there is no ``/proc``.
-    """
-
-    rate: float
-    cpu: dict[str, float]
-
-
 def run(stage: Stage, contender: Contender, *, tasks: int, concurrency: int) -> Run:
     """Let a new worker empty a full queue."""
     broker = stage.client()
@@ -84,46 +62,7 @@ def run(stage: Stage, contender: Contender, *, tasks: int, concurrency: int) -> 
             task.apply_async(producer=producer)
     # As Celery's own default: at INFO both would mostly write logs.
     worker = stage.worker(plain=contender.plain, concurrency=concurrency, args=["-l", "WARNING"])
-    warm_at, warm_left = 0.0, 0
-    cpu_before: dict[str, float] = {}
-    moved_at, left = time.monotonic(), tasks
-    while left:
-        time.sleep(POLL_SECONDS)
-        with broker.pipeline(transaction=True) as pipe:
-            waiting, unacked = pipe.llen(QUEUE).hlen("unacked").execute()
-        now = time.monotonic()
-        if waiting + unacked < left:
-            moved_at = now
-        elif now - moved_at > STUCK_SECONDS:
-            raise click.ClickException(f"{contender.about}: stuck with {left} tasks left")
-        left = waiting + unacked
-        if not warm_at and left <= tasks * (1 - WARM_UP_SHARE):
-            warm_at, warm_left = now, left
-            cpu_before = _cpu_ms(worker, broker)
-    cpu_after = _cpu_ms(worker, broker)
-    worker.stop(grace=0)
-    return Run(
-        rate=warm_left / (moved_at - warm_at),
-        cpu={who: (spent - cpu_before[who]) / warm_left for who, spent in cpu_after.items()},
-    )
-
-
-def _cpu_ms(worker: WorkerProcess, broker: Any) -> dict[str, float]:
-    """Milliseconds of processor that main, children and server have used so far."""
-    if not Path("/proc/self/stat").exists():
-        return {}
-    server = broker.info("cpu")
-    return {
-        "main": _process_cpu_ms(worker.pid),
-        "children": sum(_process_cpu_ms(pid) for pid in worker.child_pids()),
-        "server": (server["used_cpu_user"] + server["used_cpu_sys"]) * 1000,
-    }
-
-
-def _process_cpu_ms(pid: int) -> float:
-    # The command in field 2 may itself hold spaces and parentheses; no field after it does.
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) * 1000 / os.sysconf("SC_CLK_TCK")
+    return empty(worker, broker, tasks=tasks, about=contender.about)
 
 
 def figures(runs: dict[str, list[Run]]) -> list[Figure]:

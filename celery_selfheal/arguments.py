@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from string import Formatter
 from typing import Any, TypeAlias
 
@@ -23,7 +23,7 @@ def bind(body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
     Raises:
         UnrecoverableError: the body does not take these arguments.
     """
-    signature = inspect.signature(body)
+    signature = _signature(body)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as exc:
@@ -34,6 +34,11 @@ def bind(body: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             named.update(named.pop(name))
     return named
+
+
+@lru_cache(maxsize=1024)  # tasks of an application; a body that changes is another one
+def _signature(body: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(body)
 
 
 def body_of(task: type) -> Callable[..., Any]:

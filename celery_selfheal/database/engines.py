@@ -141,7 +141,7 @@ def _let_go(engine: Engine) -> None:
 
 def _create(url: URL) -> Engine:
     drivers.check_installed(url)
-    options: dict[str, Any] = {"pool_pre_ping": True}
+    options: dict[str, Any] = {}
     if url.get_backend_name() == "sqlite":
         if "timeout" not in url.query:
             options["connect_args"] = {"timeout": SQLITE_BUSY_SECONDS}

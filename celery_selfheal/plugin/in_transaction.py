@@ -40,6 +40,8 @@ _T = TypeVar("_T")
 
 logger = logging.getLogger("celery_selfheal")
 
+_BODY_OF = "selfheal_body_of"  # in the session's info: whose body runs in it
+
 
 def run_in_transaction(
     task: Any, plugin: Plugin, running: Running, job: Job, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -186,19 +188,24 @@ def _effect(
 @contextmanager
 def _uncommitted(session: Session, where: str) -> Iterator[None]:
     """Let no body commit: its effect would be there without the row that says so."""
-
-    def refuse(_: Session) -> None:
-        if not session.in_nested_transaction():
-            raise UnrecoverableError(
-                f"{where} commits by itself: leave self.session.commit() out, the transaction is committed with the"
-                " dedup row when the task returns (self.session.begin_nested() makes a savepoint)"
-            )
-
-    event.listen(session, "before_commit", refuse)
+    # One listener for all sessions of a kind, which looks for ours: to set one up for each start takes longer than the
+    # statements' way to the database and back.
+    if not event.contains(type(session), "before_commit", _refuse_commit):
+        event.listen(type(session), "before_commit", _refuse_commit)
+    session.info[_BODY_OF] = where
     try:
         yield
     finally:
-        event.remove(session, "before_commit", refuse)
+        del session.info[_BODY_OF]
+
+
+def _refuse_commit(session: Session) -> None:
+    where = session.info.get(_BODY_OF)
+    if where is not None and not session.in_nested_transaction():
+        raise UnrecoverableError(
+            f"{where} commits by itself: leave self.session.commit() out, the transaction is committed with the"
+            " dedup row when the task returns (self.session.begin_nested() makes a savepoint)"
+        )
 
 
 def _meant_by(exc: DBAPIError | PendingRollbackError, running: Running, where: str) -> Exception | None:

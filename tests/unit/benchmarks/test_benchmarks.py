@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +19,7 @@ def _from_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(ROOT)
 
 
-@pytest.mark.parametrize("name", ["latency", "recovery", "roundtrips", "sweep", "throughput"])
+@pytest.mark.parametrize("name", ["dedup", "latency", "recovery", "roundtrips", "sweep", "throughput"])
 def test_each_benchmark_says_how_it_is_used(name: str) -> None:
     command = [sys.executable, "-m", f"benchmarks.{name}", "--help"]
 
@@ -111,3 +113,43 @@ def test_commands_inside_scripts_and_transactions_are_no_calls_of_their_own() ->
         Call(port=2, name="MULTI ZREM HDEL"),
         Call(port=3, name="GET"),
     ]
+
+
+@pytest.mark.usefixtures("_from_checkout")
+def test_dedup_may_add_two_statements_and_neither_more_nor_fewer() -> None:
+    from benchmarks.statements import TASKS, statement_figures
+
+    def added(**statements: int) -> Any:
+        body = Counter(BEGIN=TASKS, INSERT=TASKS, COMMIT=TASKS)
+        ours = body + Counter(statements)
+        return {one.name: one for one in statement_figures({"body": body, "ours": ours})}["statements_added"]
+
+    assert added(WITH=TASKS, UPDATE=TASKS).is_kept is True
+    assert added(WITH=TASKS, UPDATE=TASKS, SELECT=1).is_kept is False
+    assert added(UPDATE=TASKS).is_kept is False
+
+
+@pytest.mark.usefixtures("_from_checkout")
+def test_dedup_is_compared_by_rate_and_by_processor_time() -> None:
+    from benchmarks.dedup import figures
+    from benchmarks.emptying import Run
+
+    def run(rate: float, children: float) -> Run:
+        return Run(rate=rate, cpu={"main": 1.0, "children": children})
+
+    found = {
+        figure.name: figure
+        for figure in figures(
+            {
+                "ours": [run(90.0, 3.0), run(10.0, 3.0), run(95.0, 9.0)],
+                "by_hand": [run(100.0, 2.0)],
+                "plain": [run(200.0, 1.0)],
+            }
+        )
+    }
+
+    assert found["ours_to_by_hand"].value == 0.9
+    assert found["ours_to_by_hand"].is_kept is True
+    assert found["ours_to_by_hand_cpu"].value == 0.75
+    assert found["ours_to_by_hand_cpu"].is_kept is False
+    assert found["ours_to_plain"].is_kept is None
