@@ -27,12 +27,12 @@ class Functions:
     """Calls one of them a step: one round trip, and one transaction of its own.
 
     Args:
-        engine: Owned by the caller; in this process only, and used by nobody who holds its connections for long.
+        engine: In this process only, and used by nobody who holds its connections for long.
         patience: A call that cannot have its rows by then fails.
     """
 
     def __init__(self, engine: sa.Engine, *, patience: timedelta) -> None:
-        self._engine = engine
+        self.engine = engine
         self._patience = patience
         self._statements: dict[str, sa.TextClause] = {}
         self.address = drivers.shown(engine.url)
@@ -59,7 +59,7 @@ class Functions:
         give_up_at = monotonic() + self._patience.total_seconds()
         while True:
             try:
-                with self._engine.connect() as connection:
+                with self.engine.connect() as connection:
                     return list(connection.execute(statement, _storable(given)))
             except SQLAlchemyError as exc:
                 if monotonic() >= give_up_at or not _may_be_repeated(exc):

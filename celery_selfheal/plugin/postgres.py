@@ -72,5 +72,8 @@ def check(settings: SelfHealSettings) -> None:
         StoreError: it does not answer, or is not set up for it.
     """
     functions = open_functions(settings)
-    migrate.check(database_of(settings).engine)
-    functions.rows("enter", None)
+    try:
+        migrate.check(functions.engine)
+        functions.rows("enter", None)
+    finally:
+        functions.engine.dispose()

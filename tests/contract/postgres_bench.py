@@ -131,3 +131,21 @@ def all_rows(engine: sa.Engine) -> dict[str, list[dict[str, Any]]]:
         return {
             name: list(connection.scalars(sa.text(f"SELECT row_to_json(t) FROM selfheal_{name} t"))) for name in TABLES
         }
+
+
+class statements:  # noqa: N801  # reads as what it collects
+    """Collects what an engine sends."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self._engine = engine
+        self._sent: list[str] = []
+
+    def _note(self, connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
+        self._sent.append(statement)
+
+    def __enter__(self) -> list[str]:
+        sa.event.listen(self._engine, "before_cursor_execute", self._note)
+        return self._sent
+
+    def __exit__(self, *exc: object) -> None:
+        sa.event.remove(self._engine, "before_cursor_execute", self._note)

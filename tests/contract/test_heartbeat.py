@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 
 import pytest
 import redis
+import sqlalchemy as sa
 
 from celery_selfheal.agents.heartbeat import Heartbeat
 from celery_selfheal.keys import Keys
-from celery_selfheal.leases.port import Acquired, Busy, Start
+from celery_selfheal.leases.port import Acquired, Busy, LeaseStore, Start
 from celery_selfheal.leases.redis import RedisLeaseStore
 from celery_selfheal.sessions.port import Session
+from celery_selfheal.sessions.postgres import PostgresSessionStore
 from celery_selfheal.sessions.redis import RedisSessionStore
 from celery_selfheal.testing import RedisServer
 from contract.benches import (
     ADDRESS,
     DONE_TTL,
+    KEYS,
     MAX_STALLS,
     TTL,
     UNACKED,
@@ -26,6 +30,7 @@ from contract.benches import (
     commands,
     time_passes,
 )
+from contract.postgres_bench import PostgresBench, empty, postgres_time_passes, statements
 
 
 class Holdings:
@@ -50,7 +55,7 @@ class Rig:
         self.broker = Broker(client)
         self.holdings = Holdings()
         self.made = 0
-        self.leases = RedisLeaseStore(
+        self.leases: LeaseStore = RedisLeaseStore(
             lease_client or client,
             keys,
             ttl=TTL,
@@ -80,8 +85,53 @@ class Rig:
             assert isinstance(self.leases.acquire(start), Acquired)
             self.holdings.starts.append(start)
 
+    def time_passes(self, duration: timedelta) -> None:
+        time_passes(self.client, duration)
+
+    def forget_all(self) -> None:
+        self.client.flushdb()
+
     def is_busy(self, task_id: str) -> bool:
         return isinstance(self.leases.acquire(a_start(task_id, session="other")), Busy)
+
+
+class PostgresRig(Rig):
+    """A worker of a broker that redelivers by itself; leases and session live in PostgreSQL."""
+
+    def __init__(self, engine: sa.Engine) -> None:
+        self.engine = engine
+        self.holdings = Holdings()
+        self.made = 0
+        bench = PostgresBench(engine)
+        self.leases = bench.store
+        self.heartbeat = Heartbeat(
+            PostgresSessionStore(bench.functions, KEYS, ttl=TTL),
+            self.leases,
+            self.holdings,
+            new_session=self.new_session,
+            together=True,
+        )
+        self.heartbeat.beat()
+
+    def begin(self, *task_ids: str) -> None:
+        for task_id in task_ids:
+            start = a_start(task_id, session=self.heartbeat.session.name)
+            assert isinstance(self.leases.acquire(start), Acquired)
+            self.holdings.starts.append(start)
+
+    def time_passes(self, duration: timedelta) -> None:
+        postgres_time_passes(self.engine, duration)
+
+    def forget_all(self) -> None:
+        empty(self.engine)
+
+
+@pytest.fixture(params=["redis", "postgres"])
+def rig(request: pytest.FixtureRequest, keys: Keys) -> Rig:
+    """A worker whose leases live beside its session, in each store."""
+    if request.param == "postgres":
+        return PostgresRig(request.getfixturevalue("engine"))
+    return Rig(request.getfixturevalue("client"), keys)
 
 
 @pytest.fixture
@@ -114,22 +164,61 @@ def test_leases_in_a_store_of_their_own_take_one_command_more(
     assert [command.split()[0] for command in sent] == ["EVALSHA"] * 2
 
 
-def test_tasks_outlive_an_outage(client: redis.Redis, keys: Keys) -> None:
-    rig = Rig(client, keys)
+def test_beat_of_a_thousand_tasks_is_one_statement(engine: sa.Engine) -> None:
+    rig = PostgresRig(engine)
+    rig.begin(*(f"t{n}" for n in range(1_000)))
+
+    with statements(engine) as sent:
+        rig.heartbeat.beat()
+
+    assert [statement.split("(")[0] for statement in sent] == ["SELECT * FROM selfheal_beat"]
+
+
+def test_tasks_outlive_an_outage(rig: Rig) -> None:
     rig.begin("t1")
-    time_passes(client, TTL * 3)
+    rig.time_passes(TTL * 3)
 
     beat = rig.heartbeat.beat()
 
     assert (beat.lost, beat.session_lost, beat.emptied, beat.forgotten) == ([], False, False, [])
     assert rig.is_busy("t1")
+
+
+def test_delivery_outlives_an_outage(client: redis.Redis, keys: Keys) -> None:
+    rig = Rig(client, keys)
+    rig.begin("t1")
+    rig.time_passes(TTL * 3)
+
+    rig.heartbeat.beat()
+
     assert len(rig.broker.held()) == 1
 
 
-def test_what_runs_is_held_again_by_an_emptied_store(client: redis.Redis, keys: Keys) -> None:
-    rig = Rig(client, keys)
+def test_body_under_way_stays_the_only_one_though_its_worker_was_taken_for_dead(engine: sa.Engine) -> None:
+    rig = PostgresRig(engine)
     rig.begin("t1")
-    client.flushdb()
+    rig.time_passes(TTL * 3)
+    rig.leases.expire(session="w1", limit=9)
+    rig.heartbeat._sessions.bury("w1", host="")
+
+    beat = rig.heartbeat.beat()
+
+    assert (beat.session_lost, beat.lost) == (True, [])
+    assert rig.heartbeat.session.name == "w2"
+    assert rig.is_busy("t1")
+
+
+def test_overtaken_body_is_told_so(rig: Rig) -> None:
+    rig.begin("t1")
+    rig.time_passes(TTL * 3)
+    assert isinstance(rig.leases.acquire(a_start("t1", session="other")), Acquired)
+
+    assert rig.heartbeat.beat().lost == rig.holdings.starts
+
+
+def test_what_runs_is_held_again_by_an_emptied_store(rig: Rig) -> None:
+    rig.begin("t1")
+    rig.forget_all()
 
     beat = rig.heartbeat.beat()
 

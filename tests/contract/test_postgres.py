@@ -26,7 +26,7 @@ from celery_selfheal.testing.postgres import PostgresServer
 from celery_selfheal.testing.servers import free_port
 from celery_selfheal.witness import ProcessIdentity
 from contract.benches import BUDGET, DONE_TTL, KEYS, MAX_STALLS, TTL, a_start
-from contract.postgres_bench import PostgresBench, all_rows, empty, postgres_time_passes
+from contract.postgres_bench import PostgresBench, all_rows, empty, postgres_time_passes, statements
 
 SHORT = timedelta(seconds=1)
 DRIVERS = ("psycopg2", "psycopg")
@@ -263,24 +263,6 @@ def stable(stage: Stage) -> dict[str, Any]:
 
 def _told(name: str, value: object) -> object:
     return round(value, 1) if name == "tokens" and isinstance(value, float) else value
-
-
-class statements:  # noqa: N801  # reads as what it collects
-    """Collects what an engine sends."""
-
-    def __init__(self, engine: sa.Engine) -> None:
-        self._engine = engine
-        self._sent: list[str] = []
-
-    def _note(self, connection: Any, cursor: Any, statement: str, *rest: Any) -> None:
-        self._sent.append(statement)
-
-    def __enter__(self) -> list[str]:
-        sa.event.listen(self._engine, "before_cursor_execute", self._note)
-        return self._sent
-
-    def __exit__(self, *exc: object) -> None:
-        sa.event.remove(self._engine, "before_cursor_execute", self._note)
 
 
 # -- faults

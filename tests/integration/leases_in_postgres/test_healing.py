@@ -21,7 +21,7 @@ def _no_redis(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("pool", ["prefork", "solo", "threads"])
+@pytest.mark.parametrize("pool", ["prefork", "solo", "threads", "gevent"])
 def test_tasks_run_once_and_leave_nothing(pool: str, crew: Crew) -> None:
     ids = [f"t{n}" for n in range(20)]
     crew.start("w0", pool=pool, concurrency=2)
