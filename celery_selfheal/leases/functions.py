@@ -18,8 +18,6 @@ from celery_selfheal.errors import StoreError
 NAME_BYTES = 512  # far below what an index entry may have, and no id or task name of sane people is so long
 REPEATABLE = frozenset({"40001", "40P01"})  # serialization failure, deadlock: the other one has gone on
 
-POOL_SIZE = 5
-
 _LIBPQ = frozenset({"psycopg2", "psycopg"})
 
 
@@ -90,10 +88,9 @@ def own_engine(engine: sa.Engine, *, patience: timedelta, as_it_is: bool) -> sa.
     return sa.create_engine(
         engine.url,
         isolation_level="AUTOCOMMIT",
-        # Calls are short: a few connections do for many threads. None is tested first, since each call may run twice.
-        pool_size=POOL_SIZE,
-        max_overflow=0,
-        pool_timeout=patience.total_seconds(),
+        # No limit, so no queue in which one thread could starve: calls are short, and few of them meet. None is tested
+        # first, since each call may run twice.
+        pool_size=0,
         pool_use_lifo=True,
         **_driver_options(engine.url, seconds=patience.total_seconds()),
     )

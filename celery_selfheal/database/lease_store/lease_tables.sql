@@ -61,7 +61,7 @@ CREATE TABLE selfheal_fleet (
     CONSTRAINT pk_selfheal_fleet PRIMARY KEY (app)
 );
 
--- Retry budgets, one bucket a task name.
+-- Retry budgets, one bucket a task name. No index but the key: with another, each start would leave a dead entry in it.
 CREATE TABLE selfheal_budgets (
     app text NOT NULL,
     task text NOT NULL,
@@ -72,7 +72,6 @@ CREATE TABLE selfheal_budgets (
     expires_at timestamptz NOT NULL,
     CONSTRAINT pk_selfheal_budgets PRIMARY KEY (app, task)
 );
-CREATE INDEX ix_selfheal_budgets_expiry ON selfheal_budgets (expires_at);
 
 -- What a retry above its budget was told to wait, so that a repeat of the question takes no second place.
 CREATE TABLE selfheal_waits (
