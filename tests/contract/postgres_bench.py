@@ -8,6 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from celery_selfheal.database.lease_store import TABLES
 from celery_selfheal.leases.functions import Functions
 from celery_selfheal.leases.port import Start
 from celery_selfheal.leases.postgres import PostgresLeaseStore
@@ -15,7 +16,6 @@ from celery_selfheal.retry_budget import RetryBudget
 from contract.benches import DONE_TTL, KEYS, MAX_STALLS, TTL, Picture
 
 PATIENCE = timedelta(seconds=20)
-TABLES = ("leases", "done", "sessions", "fleet", "budgets", "waits", "counters")
 
 
 class PostgresBench:
@@ -105,7 +105,7 @@ class PostgresBench:
 def empty(engine: sa.Engine) -> None:
     """Nothing is left in the store, as after a restore of the schema alone."""
     with engine.connect() as connection:
-        connection.execute(sa.text(f"TRUNCATE {', '.join(f'selfheal_{name}' for name in TABLES)}"))
+        connection.execute(sa.text(f"TRUNCATE {', '.join(TABLES)}"))
         connection.execute(sa.text("ALTER SEQUENCE selfheal_fence RESTART"))
 
 

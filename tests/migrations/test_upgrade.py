@@ -13,7 +13,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import JSON, Engine, create_engine, insert, inspect, select, text
 
-from celery_selfheal.database import engines, migrate
+from celery_selfheal.database import engines, lease_store, migrate
 from celery_selfheal.database.tables import VERSION_TABLE, Base, Fence, OutboxMessage, ProcessedJob
 from celery_selfheal.errors import SettingsError, StoreError
 from celery_selfheal.settings import SelfHealSettings
@@ -111,7 +111,8 @@ def test_tables_of_the_application_and_its_own_alembic_are_left_alone(empty: Eng
 
     migrate.upgrade(empty)
 
-    assert tables(empty) == {"alembic_version", "orders", VERSION_TABLE, *Base.metadata.tables}
+    ours = {VERSION_TABLE, *Base.metadata.tables, *(lease_store.TABLES if empty.dialect.name == "postgresql" else ())}
+    assert tables(empty) == {"alembic_version", "orders", *ours}
     with empty.connect() as connection:
         assert connection.execute(text("SELECT version_num FROM alembic_version")).scalars().all() == ["ae1027a6acf"]
         assert connection.execute(text("SELECT id, note FROM orders")).all() == [(1, "first")]
@@ -180,8 +181,8 @@ def test_a_table_that_was_dropped_is_told(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("version", "sentence"),
     [
-        ("0.9", "has schema 0.9 and this celery_selfheal needs 1.1: run: celery -A proj selfheal db upgrade"),
-        ("2.1", "has schema 2.1 of a newer celery_selfheal, this one knows 1.1: update it on this machine"),
+        ("0.9", f"has schema 0.9 and this celery_selfheal needs {migrate.HEAD}: {migrate.REMEDY}"),
+        ("2.1", f"has schema 2.1 of a newer celery_selfheal, this one knows {migrate.HEAD}: update it on this machine"),
         ("main", "holds 'main', which is no version of ours"),
     ],
 )

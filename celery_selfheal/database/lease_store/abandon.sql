@@ -1,7 +1,7 @@
 -- Count a start whose process died, and free its lease. A repeat by the same token changes nothing.
 --
 -- Returns  the number of unfinished starts; NULL when this very start had finished its message
-CREATE FUNCTION selfheal_abandon(
+CREATE OR REPLACE FUNCTION selfheal_abandon(
     p_app text, p_patience_ms bigint, p_token text, p_id text, p_journal_ms bigint, p_marker text, p_task text
 ) RETURNS integer LANGUAGE plpgsql AS $$
 DECLARE
@@ -18,7 +18,7 @@ BEGIN
         PERFORM selfheal_save_task(task);
         RETURN NULL;
     END IF;
-    -- One that died before it could acquire is counted all the same, or a message that kills its decoder loops for ever.
+    -- One that died before it could acquire is counted, too, or a message that kills its decoder loops for ever.
     IF task.run_token = p_token OR NOT task.journal ? p_token THEN
         PERFORM selfheal_count(p_app, 'stalls', p_task, 1);
     END IF;

@@ -10,7 +10,7 @@
 --        'done'         detail: what the start that finished the message left to do
 --        'busy'         wait_ms: left of the lease; detail: attempt of the holder
 --        'over budget'  wait_ms: a retry too many, it has its place in the queue of retries
-CREATE FUNCTION selfheal_acquire(
+CREATE OR REPLACE FUNCTION selfheal_acquire(
     p_app text, p_patience_ms bigint, p_token text, p_id text, p_ttl_ms bigint, p_max_stalls integer, p_session text,
     p_attempt text, p_predecessor text, p_journal_ms bigint, p_marker text, p_task text, p_node text, p_pid integer,
     p_deadline_seconds double precision, p_turn text, p_share double precision, p_per_second double precision,

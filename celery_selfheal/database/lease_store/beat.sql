@@ -6,7 +6,7 @@
 -- epoch     changes when the store was emptied
 -- standing  'kept' | 'again' | 'begun' | 'lost', or NULL without a session
 -- answers   of each lease: 'held'; 'lost', another start has it; 'idle', this start has not begun or has ended
-CREATE FUNCTION selfheal_beat(
+CREATE OR REPLACE FUNCTION selfheal_beat(
     p_app text, p_patience_ms bigint, p_session text, p_ttl_ms bigint, p_mode text, p_about text, p_host text,
     p_node text, p_tokens text[], p_ids text[], p_tasks text[],
     OUT epoch text, OUT standing text, OUT answers text[]
@@ -20,7 +20,7 @@ BEGIN
     epoch := selfheal_epoch(p_app);
 END $$;
 
-CREATE FUNCTION selfheal_epoch(p_app text) RETURNS text LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_epoch(p_app text) RETURNS text LANGUAGE plpgsql AS $$
 DECLARE
     v_epoch text;
 BEGIN
@@ -35,7 +35,7 @@ BEGIN
     END LOOP;
 END $$;
 
-CREATE FUNCTION selfheal_renew(
+CREATE OR REPLACE FUNCTION selfheal_renew(
     p_app text, p_session text, p_ttl interval, p_node text, p_tokens text[], p_ids text[], p_tasks text[]
 ) RETURNS text[] LANGUAGE plpgsql AS $$
 DECLARE
@@ -86,7 +86,7 @@ BEGIN
     RETURN v_answers;
 END $$;
 
-CREATE FUNCTION selfheal_renew_session(
+CREATE OR REPLACE FUNCTION selfheal_renew_session(
     p_app text, p_session text, p_ttl interval, p_mode text, p_about text, p_host text
 ) RETURNS text LANGUAGE plpgsql AS $$
 DECLARE
@@ -110,8 +110,8 @@ BEGIN
     END IF;
     PERFORM selfheal_epoch(p_app);
     UPDATE selfheal_fleet f SET
-        -- Nobody has beaten for long: the store was away, so no session's expiry proves a death. A silence of half a ttl
-        -- can end a session: its last beat was up to a third of a ttl older.
+        -- Nobody has beaten for long: the store was away, so no session's expiry proves a death. A silence of half a
+        -- ttl can end a session: its last beat was up to a third of a ttl older.
         grace_until = CASE WHEN v_now - f.pulse > p_ttl / 2 THEN v_now + p_ttl ELSE f.grace_until END,
         pulse = greatest(f.pulse, v_now),
         is_forgiven = false

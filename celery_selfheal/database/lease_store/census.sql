@@ -1,7 +1,7 @@
 -- Which sessions have run out, who lives on my machine, and may I lead the sweep?
 --
 -- p_session  mine, or '' for a sweep on request    p_lead_ms  how long the lead lasts    p_ttl_ms  ttl of a session
-CREATE FUNCTION selfheal_census(
+CREATE OR REPLACE FUNCTION selfheal_census(
     p_app text, p_patience_ms bigint, p_session text, p_host text, p_lead_ms bigint, p_limit integer, p_ttl_ms bigint,
     OUT lead boolean, OUT grace boolean, OUT expired_names text[], OUT expired_abouts text[],
     OUT neighbour_names text[], OUT neighbour_abouts text[]
@@ -56,7 +56,7 @@ END $$;
 --
 -- p_about  who it was, as it was read before the kernel was asked
 -- Returns  false when the session is not that process any more
-CREATE FUNCTION selfheal_condemn(p_app text, p_patience_ms bigint, p_session text, p_about text)
+CREATE OR REPLACE FUNCTION selfheal_condemn(p_app text, p_patience_ms bigint, p_session text, p_about text)
 RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM selfheal_enter(p_patience_ms);
@@ -66,7 +66,8 @@ BEGIN
 END $$;
 
 -- Forget a dead session; false when it lives.
-CREATE FUNCTION selfheal_bury(p_app text, p_patience_ms bigint, p_session text) RETURNS boolean LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_bury(p_app text, p_patience_ms bigint, p_session text)
+RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM selfheal_enter(p_patience_ms);
     DELETE FROM selfheal_sessions s WHERE s.app = p_app AND s.name = p_session AND s.expires_at <= clock_timestamp();
@@ -74,14 +75,16 @@ BEGIN
 END $$;
 
 -- The worker itself says good-bye: it stops living, and is left to the sweep.
-CREATE FUNCTION selfheal_leave(p_app text, p_patience_ms bigint, p_session text) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_leave(p_app text, p_patience_ms bigint, p_session text)
+RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM selfheal_enter(p_patience_ms);
     UPDATE selfheal_sessions s SET expires_at = '-infinity' WHERE s.app = p_app AND s.name = p_session;
 END $$;
 
 -- Remove what is remembered of starts that never ended: a replayed task is not judged by them.
-CREATE FUNCTION selfheal_forget(p_app text, p_patience_ms bigint, p_ids text[]) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_forget(p_app text, p_patience_ms bigint, p_ids text[])
+RETURNS void LANGUAGE plpgsql AS $$
 DECLARE
     task selfheal_leases;
     v_id text;

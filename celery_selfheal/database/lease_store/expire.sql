@@ -1,7 +1,7 @@
 -- Remove the in-flight records of starts that stalled, each once. Their tokens stay in the journal: that is the stall.
 --
 -- p_session  dead session whose leases end now, or NULL for leases that have run out by themselves
-CREATE FUNCTION selfheal_expire(p_app text, p_patience_ms bigint, p_session text, p_limit integer)
+CREATE OR REPLACE FUNCTION selfheal_expire(p_app text, p_patience_ms bigint, p_session text, p_limit integer)
 RETURNS TABLE (
     stalled_id text, stalled_task text, stalled_token text, stalled_owner text, stalled_seconds double precision,
     unfinished integer
@@ -64,7 +64,7 @@ END $$;
 -- Remove up to p_limit rows of each kind that have run out, of every application.
 --
 -- Returns  how many of the kind that had most
-CREATE FUNCTION selfheal_clean(p_patience_ms bigint, p_limit integer) RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_clean(p_patience_ms bigint, p_limit integer) RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
     v_now timestamptz := clock_timestamp();
     v_most bigint := 0;

@@ -2,7 +2,7 @@
 -- leases (several: by task id), budget, fence, done marker, counters ('stalls' before others), session, fleet.
 
 -- Begin a step: wait for no row longer than the client has patience, and for one call only.
-CREATE FUNCTION selfheal_enter(p_patience_ms bigint) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_enter(p_patience_ms bigint) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     -- Each statement must see what was committed while the one before it waited for a lock.
     IF current_setting('transaction_isolation') <> 'read committed' THEN
@@ -14,7 +14,8 @@ END $$;
 
 -- Lock the row of a task until the end of the transaction; what has run out is taken out of the copy.
 -- Returns a row without task id when there is none and none shall be made.
-CREATE FUNCTION selfheal_lock_task(p_app text, p_id text, p_make boolean) RETURNS selfheal_leases LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_lock_task(p_app text, p_id text, p_make boolean)
+RETURNS selfheal_leases LANGUAGE plpgsql AS $$
 DECLARE
     task selfheal_leases;
     v_now timestamptz;
@@ -36,7 +37,7 @@ BEGIN
 END $$;
 
 -- Write a locked row back; a task that nothing is known of leaves none.
-CREATE FUNCTION selfheal_save_task(task selfheal_leases) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_save_task(task selfheal_leases) RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     IF task.token IS NULL AND task.run_token IS NULL AND task.journal = '{}' THEN
         DELETE FROM selfheal_leases l WHERE l.app = task.app AND l.task_id = task.task_id;
@@ -51,17 +52,18 @@ BEGIN
 END $$;
 
 -- The last start in a journal, by fence.
-CREATE FUNCTION selfheal_last_start(p_journal jsonb, OUT token text, OUT fence bigint) LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_last_start(p_journal jsonb, OUT token text, OUT fence bigint) LANGUAGE plpgsql AS $$
 BEGIN
     SELECT j.key, j.value::bigint INTO token, fence FROM jsonb_each(p_journal) j ORDER BY j.value::bigint DESC LIMIT 1;
 END $$;
 
-CREATE FUNCTION selfheal_unfinished(p_journal jsonb) RETURNS integer LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_unfinished(p_journal jsonb) RETURNS integer LANGUAGE plpgsql AS $$
 BEGIN
     RETURN (SELECT count(*) FROM jsonb_object_keys(p_journal));
 END $$;
 
-CREATE FUNCTION selfheal_count(p_app text, p_event text, p_task text, p_by bigint) RETURNS void LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_count(p_app text, p_event text, p_task text, p_by bigint)
+RETURNS void LANGUAGE plpgsql AS $$
 BEGIN
     INSERT INTO selfheal_counters AS c (app, event, task, slot, value)
     VALUES (p_app, p_event, coalesce(p_task, ''), pg_backend_pid() % 32, p_by)
@@ -70,7 +72,7 @@ END $$;
 
 -- A fence: larger than any before it, and no less than the microseconds of the clock, so that it grows even where
 -- another store gave out fences before. A sequence, since a row would hold every start up until the commit of another.
-CREATE FUNCTION selfheal_next_fence() RETURNS bigint LANGUAGE plpgsql AS $$
+CREATE OR REPLACE FUNCTION selfheal_next_fence() RETURNS bigint LANGUAGE plpgsql AS $$
 DECLARE
     v_now_us bigint := extract(epoch FROM clock_timestamp()) * 1000000;
     v_fence bigint := nextval('selfheal_fence');

@@ -1,9 +1,9 @@
 -- What the lease store keeps in PostgreSQL. One database may serve several applications: "app" names whose row it is.
 -- Expiry is judged by clock_timestamp(); a row that has run out counts as absent, whether it was removed or not.
 
-CREATE SEQUENCE selfheal_fence;
+CREATE SEQUENCE IF NOT EXISTS selfheal_fence;
 
-CREATE TABLE selfheal_leases (
+CREATE TABLE IF NOT EXISTS selfheal_leases (
     app text NOT NULL,
     task_id text NOT NULL,
     -- The lease; without a token, or after its expiry, nobody holds it.
@@ -19,17 +19,17 @@ CREATE TABLE selfheal_leases (
     run_pid integer,
     run_deadline_seconds double precision,
     run_acquired_at timestamptz,
-    -- Unfinished starts, token -> fence. Below 0: it died before it could acquire, and is no later start than those that did.
+    -- Unfinished starts, token -> fence. Below 0: it died before it could acquire, and is no later start than others.
     journal jsonb NOT NULL DEFAULT '{}',
     kept_until timestamptz NOT NULL DEFAULT '-infinity',
     CONSTRAINT pk_selfheal_leases PRIMARY KEY (app, task_id)
 );
-CREATE INDEX ix_selfheal_leases_expiry ON selfheal_leases (app, expires_at) WHERE run_token IS NOT NULL;
-CREATE INDEX ix_selfheal_leases_session ON selfheal_leases (app, run_session) WHERE run_token IS NOT NULL;
-CREATE INDEX ix_selfheal_leases_journal ON selfheal_leases (kept_until) WHERE run_token IS NULL;
+CREATE INDEX IF NOT EXISTS ix_selfheal_leases_expiry ON selfheal_leases (app, expires_at) WHERE run_token IS NOT NULL;
+CREATE INDEX IF NOT EXISTS ix_selfheal_leases_session ON selfheal_leases (app, run_session) WHERE run_token IS NOT NULL;
+CREATE INDEX IF NOT EXISTS ix_selfheal_leases_journal ON selfheal_leases (kept_until) WHERE run_token IS NULL;
 
 -- Done markers: which start finished this very message, and what it left to do.
-CREATE TABLE selfheal_done (
+CREATE TABLE IF NOT EXISTS selfheal_done (
     app text NOT NULL,
     marker text NOT NULL,
     token text NOT NULL,
@@ -37,10 +37,10 @@ CREATE TABLE selfheal_done (
     expires_at timestamptz NOT NULL,
     CONSTRAINT pk_selfheal_done PRIMARY KEY (app, marker)
 );
-CREATE INDEX ix_selfheal_done_expiry ON selfheal_done (expires_at);
+CREATE INDEX IF NOT EXISTS ix_selfheal_done_expiry ON selfheal_done (expires_at);
 
 -- Worker sessions; '-infinity' is one that said good-bye, or whose death its kernel has told.
-CREATE TABLE selfheal_sessions (
+CREATE TABLE IF NOT EXISTS selfheal_sessions (
     app text NOT NULL,
     name text NOT NULL,
     about text NOT NULL,
@@ -50,7 +50,7 @@ CREATE TABLE selfheal_sessions (
 );
 
 -- One row an application: the last beat of any worker, the grace after an outage, the epoch, and who leads the sweep.
-CREATE TABLE selfheal_fleet (
+CREATE TABLE IF NOT EXISTS selfheal_fleet (
     app text NOT NULL,
     epoch text NOT NULL,
     pulse timestamptz,
@@ -62,7 +62,7 @@ CREATE TABLE selfheal_fleet (
 );
 
 -- Retry budgets, one bucket a task name. No index but the key: with another, each start would leave a dead entry in it.
-CREATE TABLE selfheal_budgets (
+CREATE TABLE IF NOT EXISTS selfheal_budgets (
     app text NOT NULL,
     task text NOT NULL,
     tokens double precision NOT NULL,
@@ -74,17 +74,17 @@ CREATE TABLE selfheal_budgets (
 );
 
 -- What a retry above its budget was told to wait, so that a repeat of the question takes no second place.
-CREATE TABLE selfheal_waits (
+CREATE TABLE IF NOT EXISTS selfheal_waits (
     app text NOT NULL,
     token text NOT NULL,
     wait_ms bigint NOT NULL,
     expires_at timestamptz NOT NULL,
     CONSTRAINT pk_selfheal_waits PRIMARY KEY (app, token)
 );
-CREATE INDEX ix_selfheal_waits_expiry ON selfheal_waits (expires_at);
+CREATE INDEX IF NOT EXISTS ix_selfheal_waits_expiry ON selfheal_waits (expires_at);
 
 -- Counts of events, to be summed over the slots: one row each would make every start wait for the commit of another.
-CREATE TABLE selfheal_counters (
+CREATE TABLE IF NOT EXISTS selfheal_counters (
     app text NOT NULL,
     event text NOT NULL,
     task text NOT NULL,

@@ -4,7 +4,7 @@
 -- p_done_ms how long the done marker is kept; NULL leaves none     p_failure  what the marker holds
 -- p_event   what the end is counted as
 -- Returns  false when another start holds the lease or has finished the task since
-CREATE FUNCTION selfheal_release(
+CREATE OR REPLACE FUNCTION selfheal_release(
     p_app text, p_patience_ms bigint, p_token text, p_id text, p_ended boolean, p_marker text, p_done_ms bigint,
     p_failure text, p_event text, p_task text
 ) RETURNS boolean LANGUAGE plpgsql AS $$

@@ -1,7 +1,7 @@
 -- Account for one start in the retry budget of its task name, as RetryBudget.take does.
 --
 -- Returns  milliseconds that a retry must wait for its place; 0 when it may start
-CREATE FUNCTION selfheal_take_budget(
+CREATE OR REPLACE FUNCTION selfheal_take_budget(
     p_app text, p_task text, p_token text, p_turn text, p_share double precision, p_per_second double precision,
     p_most double precision
 ) RETURNS bigint LANGUAGE plpgsql AS $$
@@ -27,7 +27,7 @@ BEGIN
         IF NOT FOUND THEN
             INSERT INTO selfheal_budgets VALUES (p_app, p_task, p_most, 0, 0, 0, '-infinity')
             ON CONFLICT DO NOTHING RETURNING * INTO bucket;
-            -- Another start writes it just now. Rather a share less than that first attempts wait for each other's commit.
+            -- Another start writes it just now. Rather a share less than first attempts that wait for its commit.
             IF NOT FOUND THEN
                 RETURN 0;
             END IF;
