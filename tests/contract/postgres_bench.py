@@ -129,7 +129,8 @@ def all_rows(engine: sa.Engine) -> dict[str, list[dict[str, Any]]]:
     """All that the server holds, by table; rows that have run out, too."""
     with engine.connect() as connection:
         return {
-            name: list(connection.scalars(sa.text(f"SELECT row_to_json(t) FROM selfheal_{name} t"))) for name in TABLES
+            name.removeprefix("selfheal_"): list(connection.scalars(sa.text(f"SELECT row_to_json(t) FROM {name} t")))
+            for name in TABLES
         }
 
 

@@ -958,6 +958,21 @@ def test_busy_and_done_copies_cost_no_budget(make_bench: Callable[..., LeaseBenc
 # -- what only a server can do
 
 
+@pytest.mark.parametrize("make_bench", ["redis", "postgres"], indirect=True)
+def test_forgotten_journals_let_replayed_tasks_start(bench: Any) -> None:
+    """What went before a replay does not judge it; what runs meanwhile goes on."""
+    running = a_start("t2")
+    begin(bench, running)
+    stall_too_often(bench)
+
+    for _ in range(2):
+        bench.store.forget(["t1", "t2", "t3"])
+
+    assert bench.unfinished("t1") == set()
+    assert bench.store.acquire(a_start("t1")).stalls == 0
+    assert renew(bench, running) == [Renewal.HELD]
+
+
 def test_lease_runs_out_by_the_servers_clock(client: redis.Redis) -> None:
     bench = RedisBench(client, ttl=timedelta(milliseconds=60))
     start = a_start()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import re
 import threading
 import time
@@ -459,6 +461,32 @@ def test_isolation_level_that_would_hide_a_done_marker_is_refused(level: str, po
 
     with pytest.raises(StoreError, match="read committed"):
         short_store(strict).acquire(a_start())
+
+
+def test_engine_of_the_application_lends_its_ways_and_none_of_its_connections(engine: sa.Engine) -> None:
+    """Task bodies may hold every connection of it for hours; and its owner may have added a token, say, to each."""
+    theirs = sa.create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=0.1)
+    opened: list[str] = []
+    sa.event.listen(theirs, "do_connect", lambda *about: opened.append("theirs"))
+    with theirs.connect():
+        store = short_store(own_engine(theirs, patience=SHORT, as_it_is=True), patience=SHORT * 20)
+
+        assert isinstance(store.acquire(a_start("t1")), Acquired)
+
+    assert opened == ["theirs"] * 2
+    theirs.dispose()
+
+
+def test_child_that_lets_go_of_its_parents_connections_ends_none_of_them(stage: Stage) -> None:
+    (before,) = stage.bench.sql("SELECT pg_backend_pid()")
+    child = os.fork()
+    if not child:
+        stage.engine.dispose(close=False)
+        gc.collect()
+        os._exit(0)
+    os.waitpid(child, 0)
+
+    assert stage.bench.sql("SELECT pg_backend_pid()") == [before]
 
 
 # -- many at once
