@@ -41,7 +41,7 @@ class AfterCommit:
 
     def __init__(self, task: Task, plugin: Plugin) -> None:
         self._plugin = plugin
-        self._is_eager = bool(task.request.is_eager or plugin.app.conf.task_always_eager)
+        self._is_eager = bool(task.request.is_eager)
         self._calls: list[Callable[[], object]] = []
         self._signatures: list[Signature] = []
         self._messages: list[Unsent] = []
@@ -75,7 +75,8 @@ class AfterCommit:
             SettingsError: it belongs to no application, or to another one than the outbox.
         """
         _check_app(self._plugin, signature, "send_on_commit")
-        if self._is_eager:
+        # The configuration is looked at only here: most starts send nothing, and each would pay for it.
+        if self._is_eager or self._plugin.app.conf.task_always_eager:
             result = signature.freeze()
             self._signatures.append(signature)
             return result

@@ -101,7 +101,7 @@ BEGIN
 END $$;
 
 -- Whether this very start holds the lease of its task now.
-CREATE FUNCTION selfheal_is_held(p_app text, p_patience_ms bigint, p_id text, p_token text)
+CREATE OR REPLACE FUNCTION selfheal_is_held(p_app text, p_patience_ms bigint, p_id text, p_token text)
 RETURNS boolean LANGUAGE plpgsql AS $$
 BEGIN
     PERFORM selfheal_enter(p_patience_ms);
