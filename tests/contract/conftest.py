@@ -10,6 +10,9 @@ import redis
 from celery_selfheal.keys import Keys
 from celery_selfheal.testing import RedisServer
 from contract.benches import KEYS
+from contract.databases import database_url, empty, engine, maria_server, postgres_server
+
+__all__ = ["database_url", "empty", "engine", "maria_server", "postgres_server"]
 
 
 @pytest.fixture(scope="session")
