@@ -7,17 +7,17 @@ from collections.abc import Iterator
 import pytest
 import redis
 import sqlalchemy as sa
-from sqlalchemy import Engine
 
 from celery_selfheal.database import drivers, migrate
 from celery_selfheal.keys import Keys
 from celery_selfheal.leases.functions import own_engine
 from celery_selfheal.testing import RedisServer
-from celery_selfheal.testing.mariadb import MariaServer
 from celery_selfheal.testing.postgres import PostgresServer
 from contract.benches import KEYS
-from contract.claim_benches import an_engine
 from contract.postgres_bench import PATIENCE, empty
+from contract.servers import maria_server, mariadb_engine, postgres_server, postgresql_engine, sqlite_engine
+
+__all__ = ["maria_server", "mariadb_engine", "postgres_server", "postgresql_engine", "sqlite_engine"]
 
 
 @pytest.fixture(scope="session")
@@ -37,16 +37,9 @@ def client(server: RedisServer) -> Iterator[redis.Redis]:
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    """A private PostgreSQL."""
-    with PostgresServer() as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def database(postgres: PostgresServer) -> Iterator[sa.Engine]:
+def database(postgres_server: PostgresServer) -> Iterator[sa.Engine]:
     """A database with our tables."""
-    url = drivers.parse(postgres.new_database())
+    url = drivers.parse(postgres_server.new_database())
     engine = sa.create_engine(url)
     migrate.upgrade(engine)
     engine.dispose()
@@ -66,34 +59,3 @@ def engine(database: sa.Engine) -> sa.Engine:
 def keys() -> Keys:
     """Names of the application under test."""
     return KEYS
-
-
-@pytest.fixture(scope="session")
-def mariadb() -> Iterator[MariaServer]:
-    """A private MariaDB."""
-    with MariaServer() as running:
-        yield running
-
-
-@pytest.fixture(scope="session")
-def postgresql_engine(postgres: PostgresServer) -> Iterator[Engine]:
-    """A database with our tables; what is in them is up to the tests."""
-    engine = an_engine(postgres.new_database())
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture(scope="session")
-def mariadb_engine(mariadb: MariaServer) -> Iterator[Engine]:
-    """As ``postgresql_engine``."""
-    engine = an_engine(mariadb.new_database())
-    yield engine
-    engine.dispose()
-
-
-@pytest.fixture(scope="session")
-def sqlite_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    """As ``postgresql_engine``."""
-    engine = an_engine(f"sqlite:///{tmp_path_factory.mktemp('sqlite')}/jobs.db")
-    yield engine
-    engine.dispose()

@@ -272,10 +272,10 @@ def _told(name: str, value: object) -> object:
 
 @pytest.fixture(params=DRIVERS)
 def lossy(
-    request: pytest.FixtureRequest, postgres: PostgresServer, engine: sa.Engine
+    request: pytest.FixtureRequest, postgres_server: PostgresServer, engine: sa.Engine
 ) -> Iterator[tuple[Stage, TcpProxy]]:
     """A stage behind a network that swallows the reply to the next call, and the network; with each driver."""
-    with TcpProxy("127.0.0.1", postgres.port) as proxy:
+    with TcpProxy("127.0.0.1", postgres_server.port) as proxy:
         far = own_engine(
             sa.create_engine(engine.url.set(drivername=f"postgresql+{request.param}", port=proxy.port)),
             patience=timedelta(seconds=20),
@@ -443,17 +443,17 @@ def test_error_does_not_show_what_tasks_said(stage: Stage) -> None:
     assert "4711" not in str(raised.value)
 
 
-def test_missing_functions_are_named_with_the_remedy(postgres: PostgresServer) -> None:
-    bare = sa.create_engine(drivers.parse(postgres.new_database()))
+def test_missing_functions_are_named_with_the_remedy(postgres_server: PostgresServer) -> None:
+    bare = sa.create_engine(drivers.parse(postgres_server.new_database()))
 
     with pytest.raises(StoreError, match="selfheal db upgrade"):
         short_store(bare.execution_options(isolation_level="AUTOCOMMIT")).acquire(a_start())
 
 
 @pytest.mark.parametrize("level", ["repeatable read", "serializable"])
-def test_isolation_level_that_would_hide_a_done_marker_is_refused(level: str, postgres: PostgresServer) -> None:
+def test_isolation_level_that_would_hide_a_done_marker_is_refused(level: str, postgres_server: PostgresServer) -> None:
     """A snapshot taken before the wait for a lock does not show what its holder left."""
-    strict = engine_on(postgres)
+    strict = engine_on(postgres_server)
     with strict.connect() as connection:
         database = strict.url.database
         connection.execute(sa.text(f"ALTER DATABASE {database} SET default_transaction_isolation = '{level}'"))

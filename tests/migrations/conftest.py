@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from contract.databases import database_url, empty, engine, maria_server, postgres_server
+from contract.databases import database_url, empty, engine
+from contract.servers import maria_server, postgres_server
 
 __all__ = ["database_url", "empty", "engine", "maria_server", "postgres_server"]

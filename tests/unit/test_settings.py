@@ -306,7 +306,7 @@ class TestRelations:
     def test_what_needs_a_database_asks_for_one(self, conf: dict[str, object], given_as: str) -> None:
         assert "needs a database: set selfheal_database_url" in str(refusal(**conf))
 
-        read(**conf, **{PREFIX + given_as: "sqlite:///shop.db"})
+        read(**conf, **{PREFIX + given_as: "sqlite:///shop.db" if given_as == "database_url" else "shop.database:it"})
 
 
 class TestOtherRules:

@@ -145,11 +145,11 @@ def purge(ctx: Any, older_than: timedelta | None, dry_run: bool, as_json: bool) 
 
 @_command()
 @click.argument("key")
-@click.option("--completed", "happened", flag_value=True, type=bool, help="Its effect is there.")
-@click.option("--forget", "happened", flag_value=False, type=bool, help="Its effect is not there.")
+@click.option("--completed", is_flag=True, help="Its effect is there.")
+@click.option("--forget", is_flag=True, help="Its effect is not there.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @as_json
-def resolve(ctx: Any, key: str, happened: bool | None, yes: bool, as_json: bool) -> None:
+def resolve(ctx: Any, key: str, completed: bool, forget: bool, yes: bool, as_json: bool) -> None:
     """Say of a key in doubt what you have found out: --completed or --forget.
 
     Then send its dead letter back with `celery selfheal dlq replay`: after --completed that only sends the callbacks,
@@ -157,17 +157,17 @@ def resolve(ctx: Any, key: str, happened: bool | None, yes: bool, as_json: bool)
     """
     from celery_selfheal.database.jobs import settle
 
-    if happened is None:
+    if completed == forget:
         raise click.UsageError("say what you have found out: --completed or --forget")
     engine = _ready_engine(ctx)
     if not yes:
         if as_json or not sys.stdin.isatty():
             raise click.UsageError("nobody is there to be asked: say --yes")
-        what = "count as done, its task will not run again" if happened else "be forgotten, its task may run again"
+        what = "count as done, its task will not run again" if completed else "be forgotten, its task may run again"
         click.confirm(f"Shall {printable(key)} {what}?", abort=True, err=True)
-    if not settle(engine, key, happened=happened):
+    if not settle(engine, key, happened=completed):
         raise click.ClickException(f"no row in doubt has the key {printable(key)}")
-    done = "COMPLETED" if happened else "forgotten"
+    done = "COMPLETED" if completed else "forgotten"
     click.echo(json.dumps({"key": key, "resolved": done}) if as_json else f"{printable(key)}: {done}")
 
 

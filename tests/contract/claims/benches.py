@@ -11,10 +11,8 @@ from typing import Any, Protocol
 
 import pytest
 import redis
-from sqlalchemy import Engine, NullPool, create_engine, delete, event, select, update
+from sqlalchemy import Engine, delete, event, select, update
 
-from celery_selfheal.database import drivers
-from celery_selfheal.database.tables import Base
 from celery_selfheal.database.tables import ProcessedJob as Row
 from celery_selfheal.dedup.claim import SqlClaims
 from celery_selfheal.dedup.memory import MemoryClaims
@@ -172,16 +170,6 @@ def a_bench(kind: str, request: pytest.FixtureRequest) -> ClaimBench:
         client.flushdb()
         return RedisClaimBench(client)
     return SqlClaimBench(request.getfixturevalue(f"{kind}_engine"))
-
-
-def an_engine(url: str) -> Engine:
-    """With our tables, and as many connections as threads want."""
-    engine = create_engine(drivers.parse(url), pool_size=0)
-    if engine.dialect.name == "sqlite":
-        engine.dispose()
-        engine = create_engine(drivers.parse(url), connect_args={"timeout": 30}, poolclass=NullPool)
-    Base.metadata.create_all(engine)
-    return engine
 
 
 @contextmanager

@@ -17,7 +17,8 @@ from celery_selfheal.dedup.claim import SqlClaims
 from celery_selfheal.dedup.port import Doubtful, Finished, Granted, Held, Job
 from celery_selfheal.errors import StoreError
 from celery_selfheal.testing import TcpProxy
-from contract.claims.benches import DATABASES, SqlClaimBench, a_bench, a_job, an_engine, statements
+from contract.claims.benches import DATABASES, SqlClaimBench, a_bench, a_job, statements
+from contract.servers import an_engine
 
 SERVERS = ("postgresql", "mariadb")
 
