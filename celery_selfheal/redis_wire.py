@@ -44,9 +44,7 @@ class Wire:
     """
 
     def __init__(self, client: redis.Redis) -> None:
-        # Not by the pool's own hand: it counts what it makes, and would one day refuse to make more.
-        self._make: Any = client.connection_pool.connection_class
-        self._options: dict[str, Any] = client.connection_pool.connection_kwargs
+        self._pool = client.connection_pool
         self._idle: tuple[int, list[Any]] = (os.getpid(), [])
 
     def call(self, data: bytes) -> Any:
@@ -62,7 +60,7 @@ class Wire:
         try:
             connection = idle.pop()
         except IndexError:
-            connection = self._make(**self._options)
+            connection = new_connection(self._pool)
         try:
             try:
                 reply = _ask(connection, data)
@@ -84,6 +82,14 @@ class Wire:
             idle = []
             self._idle = (os.getpid(), idle)
         return idle
+
+
+def new_connection(pool: Any) -> Any:
+    """A connection to the pool's server for one user alone; it connects on first use.
+
+    Not by the pool's own hand: that counts what it makes, forgets nothing, and would one day refuse to make more.
+    """
+    return pool.connection_class(**pool.connection_kwargs)
 
 
 def wire_of(client: redis.Redis) -> Wire:

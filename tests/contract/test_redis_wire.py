@@ -20,7 +20,7 @@ from celery_selfheal.errors import StoreError
 from celery_selfheal.leases import scripts
 from celery_selfheal.leases.scripts import Script
 from celery_selfheal.redis_url import make_client
-from celery_selfheal.redis_wire import command, packed, wire_of
+from celery_selfheal.redis_wire import command, new_connection, packed, wire_of
 from celery_selfheal.testing import RedisServer, TcpProxy
 
 ADDRESS = "redis://test"
@@ -206,7 +206,7 @@ monkey.patch_all()
 import sys
 import gevent
 from celery_selfheal.redis_url import make_client
-from celery_selfheal.redis_wire import command, packed, wire_of
+from celery_selfheal.redis_wire import command, new_connection, packed, wire_of
 
 client = make_client(sys.argv[1], timeout=5.0, client_name="greenlets")
 wire = wire_of(client)
@@ -352,3 +352,14 @@ def refusing_server(refusal: str) -> Iterator[int]:
         thread.start()
         yield listener.getsockname()[1]
         listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_connections_that_are_given_up_count_against_no_limit(server: RedisServer) -> None:
+    """An idle worker's waiter connects anew after each break, for months."""
+    pool: Any = a_client(server.port, max_connections=2).connection_pool
+
+    for _ in range(5):
+        connection = new_connection(pool)
+        connection.send_command("PING")
+        assert connection.read_response() in (b"PONG", "PONG")
+        connection.disconnect()

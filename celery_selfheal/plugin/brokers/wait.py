@@ -11,6 +11,7 @@ from typing import Any
 
 from celery_selfheal.clock import monotonic
 from celery_selfheal.leases.scripts import RedisError
+from celery_selfheal.redis_wire import new_connection
 
 logger = logging.getLogger("celery_selfheal")
 
@@ -63,7 +64,7 @@ class Waiter:
             if self.is_waiting:
                 self.close()
             if self._connection is None:
-                self._connection = self._client.connection_pool.make_connection()
+                self._connection = new_connection(self._client.connection_pool)
             self._connection.send_command("BLMOVE", list_key, list_key, "RIGHT", "RIGHT", WAIT_SECONDS)
         except (RedisError, OSError):
             self.close()

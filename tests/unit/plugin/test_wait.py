@@ -34,7 +34,11 @@ class FakeServer:
     def connection_pool(self) -> FakeServer:
         return self
 
-    def make_connection(self) -> FakeConnection:
+    @property
+    def connection_kwargs(self) -> dict[str, Any]:
+        return {}
+
+    def connection_class(self) -> FakeConnection:
         self.connections.append(FakeConnection(self, fileno=40 + len(self.connections)))
         return self.connections[-1]
 
