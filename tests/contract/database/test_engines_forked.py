@@ -84,14 +84,3 @@ def test_a_child_whose_parent_never_asked_leaves_the_applications_pool_alone_too
     assert len({*numbers, str(mine)}) == CHILDREN + 1
     assert backend(theirs) == mine
     theirs.dispose()
-
-
-def test_a_connection_that_the_server_has_cut_is_replaced_unnoticed(database_server: DatabaseServer) -> None:
-    engine = engines.engine_of(SelfHealSettings(database_url=database_server.new_database()))
-    before = backend(engine)
-
-    database_server.restart()
-
-    assert backend(engine) != 0
-    assert before
-    engine.dispose()
