@@ -10,8 +10,9 @@ import redis
 
 from celery_selfheal.keys import Keys
 from celery_selfheal.leases.port import JOURNAL_TTL
-from celery_selfheal.leases.redis import PACKAGE, milliseconds
+from celery_selfheal.leases.redis import PACKAGE
 from celery_selfheal.leases.scripts import Script, answering
+from celery_selfheal.redis_wire import milliseconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
