@@ -92,6 +92,7 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         plugin.worker.timer = c.timer
         plugin.worker.consumer = c.task_consumer
         plugin.worker.pool = c.pool
+        plugin.worker.loop.connected(c.timer)
         plugin.worker.hub = c.hub if c.loop.__name__ == "asynloop" else None
         _dead_letter_unreadable(c, plugin.worker)
         layout = layout_of(c.app)
@@ -129,6 +130,9 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         if self._fetch is not None:
             self._fetch.close()
             self._fetch = None
+        worker = plugin_of(c.app).worker
+        if worker is not None:
+            worker.loop.disconnected()
 
     def shutdown(self, c: Any) -> None:
         """The pool has drained: hand over what is left and say good-bye."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from celery_selfheal.clock import monotonic, utc_now
+from celery_selfheal.errors import StoreError
 from celery_selfheal.plugin import bodies
 from celery_selfheal.plugin.deadlines import Deadlines, Watched, stall_after_of
 from celery_selfheal.plugin.slots import Doom
@@ -34,6 +36,8 @@ class Watch:
         if self._worker.must_interrupt:
             for request in running:
                 self._worker.interruptions.begin(request, Doom.OUTAGE)
+        if self._worker.loop.has_just_hung(is_free=self._has_free_child()):
+            self._give_up_unstarted()
         pauses = [pause, self._worker.interruptions.press(), self._worker.drain.step()]
         wanted = min((one for one in pauses if one is not None), default=None)
         wanted = self._worker.idle_watch if wanted is None else min(wanted, self._worker.idle_watch)
@@ -48,14 +52,29 @@ class Watch:
 
     def begun_messages(self) -> set[int]:
         """Messages whose starts have entered their child, whether or not the loop has heard of it."""
+        requests = [self._worker.request_of(token) for token in self._tokens_running()]
+        return {id(request.message) for request in requests if request is not None}
+
+    def _tokens_running(self) -> set[str]:
         tokens = set(bodies.local)
         info = self._worker.pool.info if self._worker.pool is not None else {}
         for pid in info.get("processes", ()):
             slot = self._worker.slots.of(pid)
             if slot is not None and slot.running:
                 tokens.add(slot.running)
-        requests = [self._worker.request_of(token) for token in tokens]
-        return {id(request.message) for request in requests if request is not None}
+        return tokens
+
+    def _has_free_child(self) -> bool:
+        pool = self._worker.pool
+        return pool is not None and len(self._tokens_running()) < pool.num_processes
+
+    def _give_up_unstarted(self) -> None:
+        logger.error(
+            "the worker's loop hangs, though a child is free: what has not begun here is given to other workers"
+            " (on brokers other than Redis, when this worker is restarted)"
+        )
+        with suppress(StoreError):
+            self._worker.hand_over_unstarted()
 
     def _look_at(self, request: Any) -> Watched:
         token = request.start.token

@@ -37,6 +37,7 @@ from celery_selfheal.plugin.stalled import StalledFailure
 from celery_selfheal.plugin.stores import Stores
 from celery_selfheal.plugin.unconfirmed import UnconfirmedLetters
 from celery_selfheal.plugin.watch import Watch
+from celery_selfheal.plugin.wedged import LoopWatch
 from celery_selfheal.retry_budget import Turn
 from celery_selfheal.sessions.port import Session
 from celery_selfheal.telemetry.events import LeaseWasLost
@@ -84,6 +85,7 @@ class Worker:
         )
         self._progress = ProgressKeeper(self.slots, stores.progress)
         self.drain = Drain(self, grace=self._settings.shutdown_grace)
+        self.loop = LoopWatch(patience=3 * self._settings.lease_ttl)
         self._watch = Watch(self)
         self._told_lost: set[str] = set()
         self._last_beat = float("-inf")

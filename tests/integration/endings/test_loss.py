@@ -143,6 +143,27 @@ def test_a_silent_store_interrupts_nothing(new_yard: Callable[..., Yard], lease_
     yard.wait("its result is stored", lambda: yard.state("task") == "SUCCESS")
 
 
+def test_a_worker_whose_loop_hangs_gives_up_what_it_has_not_begun(new_yard: Callable[..., Yard]) -> None:
+    yard = new_yard("redis")
+    yard.settings |= {"selfheal_lease_ttl": 1, "selfheal_heartbeat_interval": 0.3}
+    first = yard.start("first", prefetch=4)
+    yard.send("load", 2, task_id="runs")
+    yard.wait_noted("start", "runs")
+    for task_id in ("waits", "waits-too"):
+        yard.send("load", 0, task_id=task_id)
+        first.wait_log(f"{task_id}] received")
+
+    yard.app.control.broadcast("hang", arguments={"seconds": 20})
+    yard.start("second")
+
+    yard.wait_noted("end", "runs", "waits", "waits-too")
+    first.wait_log("the worker's loop turns again")
+    yard.wait_nothing_left()
+    assert set(yard.counts("start").values()) == {1}
+    assert {e.node for e in yard.entries("start") if e.id.startswith("waits")} == {"second"}
+    assert "the worker's loop hangs" in first.log_text()
+
+
 @pytest.mark.parametrize("pool", ["prefork", "threads"])
 def test_a_silent_store_interrupts_where_that_is_asked_for(
     new_yard: Callable[..., Yard], lease_server: RedisServer, pool: str

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from celery import Celery
 from celery.exceptions import Ignore, Reject
+from celery.worker.control import control_command
 
 from celery_selfheal import SelfHealTask, UnrecoverableError
 
@@ -136,6 +137,12 @@ def leave(self, way):
         sys.exit(3)
     note("end", self)
     return way
+
+
+@control_command(args=[("seconds", float)])
+def hang(state, seconds):
+    """Keep the worker's loop from turning."""
+    time.sleep(seconds)
 
 
 def kind(exc):
