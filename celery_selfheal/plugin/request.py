@@ -72,6 +72,9 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
             worker.ended_from_outside(self.start, state="failure")
         elif not self._already_cancelled and not self._already_revoked:
             self._dead_letter(exc, exc_info.traceback)
+        if isinstance(exc, MemoryError):
+            # Celery would raise it once more, and end the whole worker with the message unsettled.
+            exc_info = _told_as(OutOfMemory(str(exc)))
         return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
 
     def acknowledge(self) -> None:
@@ -142,10 +145,7 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
             return True
         self.is_settled = True
         self._dead_letter(exc, "")
-        try:
-            raise exc
-        except DeadlineExceeded:
-            super().on_failure(ExceptionInfo())
+        super().on_failure(_told_as(exc))
         failure = failure_of(exc, self.task, attempt=self._attempt, first_published_at=self._first_published_at)
         self._ended(state="failure", failure=failure)
         return True
@@ -204,6 +204,17 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         # Celery 5.7 asks the backend; before, a child lost after its result was stored runs again.
         ask = getattr(self, "_success_was_stored", None)
         return bool(ask and ask())
+
+
+class OutOfMemory(Exception):
+    """A body had no memory left: what Celery's loop is told of it."""
+
+
+def _told_as(exc: Exception) -> Any:
+    try:
+        raise exc
+    except Exception:  # noqa: BLE001  # the one of the line before
+        return ExceptionInfo()
 
 
 def _unwrapped(exc: Any) -> BaseException:
