@@ -145,7 +145,7 @@ class Yard:
         return str(self.app.AsyncResult(task_id).state)
 
     def deaths(self) -> list[Death]:
-        """Dead letters; on AMQP they are taken."""
+        """Dead letters; they stay where they are."""
         queue = f"{self.name}.dlq"
         if self.kind == "redis":
             headers = [json.loads(raw)["headers"] for raw in self.redis.lrange(queue, 0, -1)]
