@@ -24,7 +24,7 @@ from celery_selfheal.leases.port import (
     StalledOut,
     Start,
 )
-from celery_selfheal.plugin.bodies import Body
+from celery_selfheal.plugin.body import Body
 from celery_selfheal.plugin.death import leave_as_before
 from celery_selfheal.plugin.install import Plugin
 from celery_selfheal.plugin.next_attempt import STORE_PAUSE_SECONDS

@@ -16,8 +16,8 @@ from celery.worker import state as worker_state
 
 from celery_selfheal.clock import monotonic
 from celery_selfheal.leases.port import Start
-from celery_selfheal.plugin import bodies
-from celery_selfheal.plugin.bodies import INTERRUPT, LocalBody
+from celery_selfheal.plugin.local_bodies import LocalBody, local
+from celery_selfheal.plugin.slot_body import INTERRUPT
 from celery_selfheal.plugin.slots import Doom, Slot, Slots
 
 logger = logging.getLogger("celery_selfheal")
@@ -80,7 +80,7 @@ class Interruptions:
         start: Start = request.start
         if start.token in self._open:
             return
-        body = bodies.local.get(start.token)
+        body = local.get(start.token)
         self._open[start.token] = Interruption(request, why, monotonic(), body)
         if body is not None:
             body.interrupt(why)

@@ -8,7 +8,7 @@ from typing import Any
 
 from celery_selfheal.errors import StoreError
 from celery_selfheal.leases.progress import Progress, RedisProgress
-from celery_selfheal.plugin import bodies
+from celery_selfheal.plugin.local_bodies import local
 from celery_selfheal.plugin.slots import Slots
 
 
@@ -53,7 +53,7 @@ class ProgressKeeper:
             self._store.save([Progress(task_id=start.task_id, token=start.token, text=found[1])])
 
     def _said_by(self, request: Any, token: str) -> tuple[int, bytes] | None:
-        body = bodies.local.get(token)
+        body = local.get(token)
         if body is not None:
             return body.progress
         slot = self._slots.of(request.worker_pid)

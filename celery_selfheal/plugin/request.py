@@ -14,7 +14,7 @@ from celery_selfheal import headers as names
 from celery_selfheal.clock import monotonic
 from celery_selfheal.errors import DeadlineExceeded
 from celery_selfheal.leases.port import Start
-from celery_selfheal.plugin.bodies import HandBack
+from celery_selfheal.plugin.body import HandBack
 from celery_selfheal.plugin.death import AlreadyFailed, death_of_failed_before, death_of_request, failure_of, reason_of
 from celery_selfheal.plugin.install import plugin_of
 from celery_selfheal.plugin.interrupt import Interruption

@@ -12,7 +12,7 @@ from celery.exceptions import Reject
 from celery_selfheal.dedup.port import Job
 from celery_selfheal.errors import StalledTooOften, StoreError
 from celery_selfheal.leases.port import Lease, LeaseStore, Renewal, Start
-from celery_selfheal.plugin.bodies import Body
+from celery_selfheal.plugin.body import Body
 from celery_selfheal.plugin.next_attempt import NextAttempt
 from celery_selfheal.plugin.on_commit import AfterCommit
 from celery_selfheal.telemetry.events import LeaseWasLost, Observer

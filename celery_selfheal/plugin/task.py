@@ -20,8 +20,8 @@ from celery_selfheal.clock import jitter, monotonic, utc_now
 from celery_selfheal.errors import SelfHealError, StoreError
 from celery_selfheal.leases.port import LeaseStore
 from celery_selfheal.plugin import eager
-from celery_selfheal.plugin.bodies import HandBack
 from celery_selfheal.plugin.bodies import body_of as body_of_start
+from celery_selfheal.plugin.body import HandBack
 from celery_selfheal.plugin.death import failure_of
 from celery_selfheal.plugin.duplicates import Replaced
 from celery_selfheal.plugin.entrance import enter, start_of

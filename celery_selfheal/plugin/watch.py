@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from celery_selfheal.clock import monotonic, utc_now
 from celery_selfheal.errors import StoreError
-from celery_selfheal.plugin import bodies
 from celery_selfheal.plugin.deadlines import Deadlines, Watched, stall_after_of
+from celery_selfheal.plugin.local_bodies import local
 from celery_selfheal.plugin.slots import Doom
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Watch:
         return {id(request.message) for request in requests if request is not None}
 
     def _tokens_running(self) -> set[str]:
-        tokens = set(bodies.local)
+        tokens = set(local)
         info = self._worker.pool.info if self._worker.pool is not None else {}
         for pid in info.get("processes", ()):
             slot = self._worker.slots.of(pid)
@@ -78,7 +78,7 @@ class Watch:
 
     def _look_at(self, request: Any) -> Watched:
         token = request.start.token
-        body = bodies.local.get(token)
+        body = local.get(token)
         slot = None if body is not None else self._worker.slots.of(request.worker_pid)
         alive_at = body.alive_at if body is not None else None
         if slot is not None and slot.running == token:

@@ -8,7 +8,6 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import fields
 from datetime import timedelta
 from time import sleep
 from typing import Any
@@ -20,25 +19,24 @@ from celery_selfheal.agents.heartbeat import Beat, Heartbeat
 from celery_selfheal.agents.reaper import Reaper
 from celery_selfheal.clock import jitter, monotonic, utc_now
 from celery_selfheal.dead_letter import Death
-from celery_selfheal.errors import StoreError
 from celery_selfheal.keys import session_of_tag
 from celery_selfheal.leases.port import Start
 from celery_selfheal.plugin import native
+from celery_selfheal.plugin.announcement import announce, limit_of, own_limit_of
 from celery_selfheal.plugin.ended_by_main import settle
 from celery_selfheal.plugin.install import Plugin, reaper_of
 from celery_selfheal.plugin.interrupt import LOOK, Interruption, Interruptions
 from celery_selfheal.plugin.outbox import outbox_ticker
 from celery_selfheal.plugin.progress import ProgressKeeper
-from celery_selfheal.plugin.running import CONTEXT_KEY
 from celery_selfheal.plugin.settling import RESTART_JITTER, Settling
 from celery_selfheal.plugin.shutdown import Drain
 from celery_selfheal.plugin.slots import Doom, Slots
 from celery_selfheal.plugin.stalled import StalledFailure
+from celery_selfheal.plugin.store_answers import StoreAnswers
 from celery_selfheal.plugin.stores import Stores
 from celery_selfheal.plugin.unconfirmed import UnconfirmedLetters
 from celery_selfheal.plugin.watch import Watch
 from celery_selfheal.plugin.wedged import LoopWatch
-from celery_selfheal.retry_budget import Turn
 from celery_selfheal.sessions.port import Session
 from celery_selfheal.telemetry.events import LeaseWasLost
 from celery_selfheal.ticker import Step, Ticker
@@ -47,8 +45,6 @@ logger = logging.getLogger("celery_selfheal")
 
 FAREWELL_PATIENCE = timedelta(seconds=10)
 OUTBOX_PATIENCE = timedelta(seconds=2)
-
-_START_FIELDS = tuple(field.name for field in fields(Start))  # asdict copies deeply, once for each message
 
 
 class Worker:
@@ -89,8 +85,7 @@ class Worker:
         self._watch = Watch(self)
         self._told_lost: set[str] = set()
         self._last_beat = float("-inf")
-        self._answered = True
-        self._silent_at = float("-inf")
+        self._store = StoreAnswers(self.slots)
         self._closing = False
         self._abandoned = 0
         self.heartbeat = Heartbeat(
@@ -101,17 +96,20 @@ class Worker:
             together=stores.together,
         )
         self._reaper: Reaper = reaper_of(
-            plugin, stores, lambda: self.heartbeat.session, may_judge_leases=self._has_heard_the_store_for_a_ttl
+            plugin,
+            stores,
+            lambda: self.heartbeat.session,
+            may_judge_leases=lambda: self._store.was_heard_for(self._settings.lease_ttl),
         )
         self._ticker = Ticker(
             [
-                Step("heartbeat", self._answering(self._beat), self._settings.heartbeat_interval),
+                Step("heartbeat", self._store.answering(self._beat), self._settings.heartbeat_interval),
                 Step("watch", self._watch.step, self._settings.heartbeat_interval),
-                Step("settling", self._answering(self._settling.settle), self._settings.heartbeat_interval),
-                Step("sweep", self._answering(self._sweep), self._settings.reaper_interval),
+                Step("settling", self._store.answering(self._settling.settle), self._settings.heartbeat_interval),
+                Step("sweep", self._store.answering(self._sweep), self._settings.reaper_interval),
             ],
             start_thread=native.start_thread,
-            farewell=self._answering(self._farewell),
+            farewell=self._store.answering(self._farewell),
         )
         self._outbox = outbox_ticker(plugin)
 
@@ -132,7 +130,7 @@ class Worker:
     def must_interrupt(self) -> bool:
         """The lease store is silent for so long that leases may be gone soon, and the user does not want to wait."""
         limit = max(timedelta(0), self._settings.lease_ttl - self._settings.loss_grace)
-        wanted = self._settings.on_store_outage == "interrupt" and not self._answered
+        wanted = self._settings.on_store_outage == "interrupt" and not self._store.answers
         return wanted and monotonic() - self._last_beat >= limit.total_seconds()
 
     def start(self) -> None:
@@ -174,7 +172,7 @@ class Worker:
 
     def grace_of_limit(self, request: Any) -> float:
         """Seconds by which a hard time limit of the pool's own comes first, where it has one."""
-        has_own = getattr(request.task, "max_runtime", None) or self._settings.max_runtime
+        has_own = own_limit_of(request.task, self._settings) is not None
         enforces = type(self.pool).__module__.endswith((".prefork", ".gevent"))
         return 0.0 if has_own or not enforces else self._settings.loss_grace.total_seconds()
 
@@ -193,35 +191,17 @@ class Worker:
 
     def announce(self, request: Any, *, predecessor: str | None, context: Mapping[str, Any]) -> Start:
         """Make the start of a request and put it where the child finds it."""
-        headers = request.request_dict
-        tag = getattr(request.message, "delivery_tag", None)
-        session = session_of_tag(tag) if isinstance(tag, str) else None
-        attempt = f"{request.type}:{headers.get('retries') or 0}"
-        token = uuid.uuid4().hex
-        time_limit = (request.time_limits or (None, None))[0] or request.task.time_limit
-        time_limit = time_limit or self._plugin.app.conf.task_time_limit
-        limit = getattr(request.task, "max_runtime", None) or self._settings.max_runtime
-        start = Start(
-            task_id=request.id,
-            task_name=request.type,
-            token=token,
-            session=session or self.session.name,
-            attempt=attempt,
-            marker=f"{request.id}:{attempt}:{context['replays']}:{context['published_at'] or ''}",
-            turn=turn_of(headers, context),
+        start = announce(
+            request,
             predecessor=predecessor,
-            tag=tag if session and request.task.acks_late else None,
+            context=context,
+            session=self.session.name,
             node=self.node,
-            pid=os.getpid(),
-            deadline_seconds=limit.total_seconds() if isinstance(limit, timedelta) else limit or time_limit,
+            limit=limit_of(request, self._settings, self._plugin.app.conf),
         )
-        # A copy: what is put into the shared dictionary would travel on into retries.
-        properties = dict(headers.get("properties") or {})
-        properties[CONTEXT_KEY] = {**context, "start": {name: getattr(start, name) for name in _START_FIELDS}}
-        headers["properties"] = properties
         if start.tag is not None:
             self._started_tags.add(start.tag)
-        self._requests[token] = weakref.ref(request, lambda _: self._requests.pop(token, None))
+        self._requests[start.token] = weakref.ref(request, lambda _: self._requests.pop(start.token, None))
         return start
 
     def next_delivery(self) -> int:
@@ -307,7 +287,7 @@ class Worker:
 
     def was_silent_since(self, started: float | None) -> bool:
         """Whether the store left a call unanswered since a start was accepted (Unix seconds)."""
-        return started is not None and self._silent_at >= started
+        return started is not None and self._store.silent_at >= started
 
     def acknowledges_in_bulk(self, tag: str) -> bool:
         """Take the acknowledgement over, if the delivery belongs to a start of ours.
@@ -412,7 +392,7 @@ class Worker:
 
     def leave_by_force(self) -> None:
         """Hand everything over and end this process: what still runs here cannot be ended otherwise."""
-        self._answering(self._farewell)()
+        self._store.answering(self._farewell)()
         self.drain.sum_up(handed_over=self._settling.handed_over, abandoned=0)
         logging.shutdown()
         os._exit(int(worker_state.should_stop or 0))
@@ -460,42 +440,9 @@ class Worker:
         if request is not None:
             self.interrupt(request, Doom.TAKEN_OVER)
 
-    def _answering(self, step: Callable[[], bool | None]) -> Callable[[], bool]:
-        """No answer is no loss: say it once, and go on when the store is back."""
-
-        def run() -> bool:
-            again = False
-            try:
-                again = step() is True
-            except StoreError as exc:
-                if self._answered:
-                    logger.warning("the store does not answer; what is held stays held: %s", exc)
-                self._answered = False
-                self.slots.tell_silent(True)
-                self._silent_at = utc_now().timestamp()
-            else:
-                if not self._answered:
-                    logger.warning("the store answers again")
-                    self.slots.tell_silent(False)
-                self._answered = True
-            return again
-
-        return run
-
-    def _has_heard_the_store_for_a_ttl(self) -> bool:
-        # Leases may live on a server of their own, which knows no pulse of the fleet: all others must have beaten, too.
-        return utc_now().timestamp() - self._silent_at > self._settings.lease_ttl.total_seconds()
-
     def _new_session(self) -> Session:
         return Session(
             name=f"{self.node}:{os.getpid()}:{uuid.uuid4().hex[:12]}",
             node=self.node,
             identity=witness.identify(),
         )
-
-
-def turn_of(headers: Mapping[str, Any], context: Mapping[str, Any]) -> Turn:
-    """Which turn of its task a message is, for the retry budget."""
-    if not headers.get("retries"):
-        return "first"
-    return "paid" if context.get("budget_paid") else "retry"

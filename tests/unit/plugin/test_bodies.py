@@ -12,8 +12,11 @@ import pytest
 
 from celery_selfheal.errors import DeadlineExceeded, LeaseLost
 from celery_selfheal.leases.port import Start
-from celery_selfheal.plugin import bodies
-from celery_selfheal.plugin.bodies import INTERRUPT, Body, HandBack, SlotBody, ThreadBody, body_of
+from celery_selfheal.plugin import local_bodies, slot_body
+from celery_selfheal.plugin.bodies import body_of
+from celery_selfheal.plugin.body import Body, HandBack
+from celery_selfheal.plugin.local_bodies import LocalBody, ThreadBody
+from celery_selfheal.plugin.slot_body import INTERRUPT, SlotBody
 from celery_selfheal.plugin.slots import Doom, Slots
 
 PATIENCE_SECONDS = 30
@@ -172,7 +175,7 @@ def test_a_handler_of_the_users_is_replaced_only_while_it_is_needed(slots: Slots
     try:
         with body_of(start(), slots) as body:
             body.run(int)
-        assert signal.getsignal(INTERRUPT) is bodies._interrupt
+        assert signal.getsignal(INTERRUPT) is slot_body._interrupt
     finally:
         signal.signal(INTERRUPT, before)
 
@@ -207,7 +210,7 @@ def test_a_thread_is_interrupted_when_it_runs_python_code(slots: Slots) -> None:
 
     assert isinstance(raised, HandBack)
     assert raised.doom is Doom.TAKEN_OVER
-    assert bodies.local == {}
+    assert local_bodies.local == {}
 
 
 def test_a_thread_that_was_told_too_late_goes_on_unharmed(slots: Slots) -> None:
@@ -227,7 +230,7 @@ def test_a_thread_that_was_told_too_late_goes_on_unharmed(slots: Slots) -> None:
 
 
 def test_check_leaves_a_body_that_nothing_else_can_interrupt(slots: Slots) -> None:
-    body = bodies.LocalBody(start(), slots)
+    body = LocalBody(start(), slots)
 
     body.interrupt(Doom.SHUTDOWN)
 
