@@ -72,6 +72,10 @@ class Keys:
         """Hash: event and task name -> count."""
         return f"{self.root}:counters"
 
+    def progress(self, task_id: str) -> str:
+        """What the last start of a task has said of its progress, as JSON."""
+        return f"{self.root}:progress:{task_id}"
+
     def claim(self, idempotency_key: str) -> str:
         """Hash ``status, task, owner, fence, hash, at_ms, payload, dispatched``: what the key already did."""
         return f"{self.root}:claim:{idempotency_key}"

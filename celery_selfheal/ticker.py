@@ -25,7 +25,8 @@ class Step:
     """One agent's step and when it is due.
 
     Attributes:
-        run: ``True`` asks for another turn at once, after the other steps have had theirs.
+        run: ``True`` asks for another turn at once, after the other steps have had theirs; a ``timedelta`` for one
+            after so long.
         next_at: Monotonic seconds.
     """
 
@@ -100,8 +101,8 @@ class Ticker:
         """Run what is due or asked for by name; returns the seconds until the next step is due."""
         for step in self._steps:
             if step.next_at <= now or step.name in asked or ALL in asked:
-                again = self._run(step)
-                step.next_at = clock.monotonic() + (0.0 if again else step.interval.total_seconds())
+                pause = self._run(step)
+                step.next_at = clock.monotonic() + pause.total_seconds()
         return max(0.0, min(step.next_at for step in self._steps) - clock.monotonic())
 
     def _loop(self) -> None:
@@ -118,13 +119,17 @@ class Ticker:
         self._run(self._farewell)
         self._stopped.put(None)
 
-    def _run(self, step: Step) -> bool:
+    def _run(self, step: Step) -> timedelta:
+        """Run a step; returns the pause until its next turn."""
         with self._fork_lock:
             try:
-                return step.run() is True
+                asked = step.run()
             except Exception:  # the one place: an agent must outlive every error of its step
                 logger.exception("%s failed, and will be tried again", step.name)
-                return False
+                asked = None
+        if isinstance(asked, timedelta):
+            return asked
+        return timedelta(0) if asked is True else step.interval
 
     def _before_fork(self) -> None:
         if os.getpid() == self._pid:

@@ -83,7 +83,7 @@ def _effect(
     result = payload = None
     unstorable: Exception | None = None
     try:
-        result = task.run(*args, **kwargs)
+        result = running.body.run(task.run, *args, **kwargs)
     except Replaced as replaced:
         left_by, payload = replaced, replaced_payload(replaced)
     except Ignore as ignored:

@@ -24,6 +24,7 @@ from celery_selfheal.leases.port import (
     StalledOut,
     Start,
 )
+from celery_selfheal.plugin.body import Body
 from celery_selfheal.plugin.death import leave_as_before
 from celery_selfheal.plugin.install import Plugin
 from celery_selfheal.plugin.next_attempt import STORE_PAUSE_SECONDS
@@ -60,8 +61,9 @@ def start_of(task: Any) -> Start | None:
     )
 
 
-def enter(task: Any, plugin: Plugin, start: Start, leases: LeaseStore) -> Running:
+def enter(task: Any, plugin: Plugin, start: Start, leases: LeaseStore, body: Body) -> Running:
     """Take the lease, or leave by Celery's ways."""
+    body.refuse_while_draining()
     outcome = _acquire(task, leases, start, patience=plugin.settings.lease_ttl)
     if isinstance(outcome, OverBudget):
         park(task, plugin, start, outcome.wait, paid=True)
@@ -76,7 +78,8 @@ def enter(task: Any, plugin: Plugin, start: Start, leases: LeaseStore) -> Runnin
         raise leave_as_before(outcome.failure) if outcome.failure else Ignore("a copy of this message was finished")
     if isinstance(outcome, NotMine):
         raise Ignore("the message was given to another worker")
-    running = Running(start, outcome.lease, leases, plugin.tell, AfterCommit(task, plugin))
+    running = Running(start, outcome.lease, leases, plugin.tell, AfterCommit(task, plugin), body)
+    body.fence = outcome.lease.fence
     task.request.selfheal_running = running
     if isinstance(outcome, StalledOut):
         running.stalled = StalledTooOften(task.name, start.task_id, outcome.stalls, plugin.settings.max_stalls)

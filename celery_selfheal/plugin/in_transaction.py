@@ -149,7 +149,7 @@ def _effect(
     try:
         with _uncommitted(session, where):
             try:
-                result = task.run(*args, **kwargs)
+                result = running.body.run(task.run, *args, **kwargs)
                 payload = encode(result, task_name=task.name, dumps=dumps) if task.store_result else None
             except Replaced as replaced:
                 left_by, payload = replaced, replaced_payload(replaced)

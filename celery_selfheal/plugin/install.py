@@ -23,6 +23,7 @@ from celery_selfheal.leases.memory import MemoryLeaseStore
 from celery_selfheal.plugin.brokers.layout import RedisLayout, layout_of
 from celery_selfheal.plugin.observer import observer
 from celery_selfheal.plugin.publisher import Publisher
+from celery_selfheal.plugin.slots import Slots
 from celery_selfheal.plugin.stores import Stores, open_stores
 from celery_selfheal.settings import SelfHealSettings
 from celery_selfheal.telemetry.events import Observer
@@ -39,11 +40,13 @@ class Plugin:
 
     Attributes:
         worker: The worker of this process, once it has started.
+        slots: What a worker shares with its pool children; ``None`` outside of workers.
     """
 
     def __init__(self, app: Celery) -> None:
         self.app = app
         self.worker: Any = None
+        self.slots: Slots | None = None
         self.tell: Observer = observer(app)
         self._settings: SelfHealSettings | None = None
         self._stores: tuple[int, Stores] | None = None

@@ -24,6 +24,11 @@ def original(module: str, name: str) -> Any:
     return getattr(sys.modules.get(module) or __import__(module), name)
 
 
+def is_gevent() -> bool:
+    """Whether it is gevent that has patched the interpreter, if anything has."""
+    return "gevent" in sys.modules
+
+
 def is_patched() -> bool:
     """Whether ``threading`` makes greenlets instead of threads."""
     if "gevent" in sys.modules:

@@ -88,7 +88,7 @@ def send_retries(task: Any, plugin: Plugin, running: Running, *, raised: Excepti
 def _send_retry(task: Any, plugin: Plugin, attempt: NextAttempt, start: Start, *, in_place: bool) -> bool:
     deliveries = plugin.stores.deliveries
     if in_place and deliveries is not None and plugin.layout is not None and start.tag is not None:
-        return _replace_delivery(
+        return replace_delivery(
             task.app,
             attempt,
             deliveries=deliveries,
@@ -113,7 +113,7 @@ def as_a_producer(request: Any) -> Iterator[None]:
         request.called_directly = False
 
 
-def _replace_delivery(
+def replace_delivery(
     app: Any, attempt: NextAttempt, *, deliveries: RedisDeliveryStore, session: str, tag: str, layout: RedisLayout
 ) -> bool:
     """Let the next attempt take the place of the held delivery, in one step.

@@ -67,7 +67,8 @@ def observer(app: Celery) -> Observer:
             signal.send(sender=app, **dict(fields, death=event.death))
             return
         logger.log(level, line, fields, extra={"selfheal": fields})
-        # Signal.send logs and swallows what a receiver raises.
-        signal.send(sender=app, age=fields.pop("age_seconds"), **fields)
+        # A dictionary of its own: under gevent the record is formatted later. What a receiver raises, send swallows.
+        told = {name: value for name, value in fields.items() if name != "age_seconds"}
+        signal.send(sender=app, age=fields["age_seconds"], **told)
 
     return tell

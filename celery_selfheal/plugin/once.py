@@ -53,7 +53,7 @@ def check_options(task: Any, plugin: Plugin, where: str, body: Any) -> None:
 def run_body(task: Any, plugin: Plugin, running: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run the body, and after it what was to wait for its commit."""
     if task.dedup is None:
-        result = task.run(*args, **kwargs)
+        result = running.body.run(task.run, *args, **kwargs)
         running.after_commit.run()
         return result
     job = job_of(task, running, args, kwargs)

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from billiard.einfo import ExceptionWithTraceback
-from billiard.exceptions import WorkerLostError
+from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
+from billiard.exceptions import Terminated, WorkerLostError
 from celery.exceptions import TimeLimitExceeded
 from celery.worker import state
 from celery.worker.request import Request
 
 from celery_selfheal import headers as names
+from celery_selfheal.clock import monotonic
+from celery_selfheal.errors import DeadlineExceeded
 from celery_selfheal.leases.port import Start
+from celery_selfheal.plugin.body import HandBack
 from celery_selfheal.plugin.death import AlreadyFailed, death_of_failed_before, death_of_request, failure_of, reason_of
 from celery_selfheal.plugin.install import plugin_of
+from celery_selfheal.plugin.interrupt import Interruption
+from celery_selfheal.plugin.retry_in_main import retry_in_main
+from celery_selfheal.plugin.slots import Doom
 
 
 class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
@@ -21,10 +27,12 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
 
     Attributes:
         context_of_start: What the child must know of earlier attempts.
+        is_settled: Main has ended the start, and settled its message.
     """
 
     start: Start | None = None
     context_of_start: dict[str, Any]
+    is_settled = False
 
     _is_dead_lettered = False
 
@@ -48,6 +56,13 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         if worker is None or self.start is None:
             return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
         exc = _unwrapped(exc_info.exception)
+        if self._was_ended_by_main(exc, self.start):
+            state.task_ready(self)
+            self.send_event("task-rejected", requeue=True)
+            return None
+        if isinstance(exc, TimeLimitExceeded):
+            # A prefork pool reports it twice; what follows at once is on_timeout.
+            return None
         if self._is_loss(exc):
             if not self._stored_success() and self.task.acks_late:
                 state.task_ready(self)
@@ -57,6 +72,9 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
             worker.ended_from_outside(self.start, state="failure")
         elif not self._already_cancelled and not self._already_revoked:
             self._dead_letter(exc, exc_info.traceback)
+        if isinstance(exc, MemoryError):
+            # Celery would raise it once more, and end the whole worker with the message unsettled.
+            exc_info = _told_as(OutOfMemory(str(exc)))
         return super().on_failure(exc_info, send_failed_event=send_failed_event, return_ok=return_ok)
 
     def acknowledge(self) -> None:
@@ -70,7 +88,12 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         """The child is killed at its hard limit, so nobody but main can settle its message and give its lease back."""
         if soft or state.should_terminate:
             return super().on_timeout(soft, timeout)
+        if self.is_settled:
+            return None
         exc = TimeLimitExceeded(timeout)
+        if self._is_retried(exc):
+            state.task_ready(self)
+            return None
         self._dead_letter(exc, "")
         result = super().on_timeout(soft, timeout)
         failure = failure_of(exc, self.task, attempt=self._attempt, first_published_at=self._first_published_at)
@@ -84,11 +107,56 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         if terminated:
             self._ended(state="revoked")
 
-    def _announce_cancelled(self, emit_retry: bool = True) -> None:
-        super()._announce_cancelled(emit_retry=emit_retry)
+    def on_accepted(self, pid: int, time_accepted: float) -> None:
+        """A child has begun: from now on it is watched."""
+        super().on_accepted(pid, time_accepted)
+        if self._worker is not None and self.start is not None:
+            self._worker.accepted(self)
+
+    def cancel(self, pool: Any, signal: Any = None, emit_retry: bool = True) -> None:  # Celery's own arguments
+        """End the start in our way, in every pool: told, rolled back, handed over; killed only if it must be."""
         worker = self._worker
-        if worker is not None and self.start is not None and self.task.acks_late:
-            worker.cancelled(self.start)
+        if worker is None or self.start is None or not self.task.acks_late:
+            super().cancel(pool, signal, emit_retry=emit_retry)
+        elif self.time_start:
+            self.send_event("task-cancelled")
+            worker.interrupt(self, Doom.CANCELLED)
+
+    def _was_ended_by_main(self, exc: BaseException, start: Start) -> bool:
+        """Whether main told the start to end, and it did, or was killed; it is settled then."""
+        worker = self._worker
+        if self.is_settled:
+            return True
+        told = worker.interruptions.of(start.token)
+        if isinstance(exc, HandBack):
+            told = worker.interruptions.close(start.token) or Interruption(self, exc.doom, monotonic())
+        elif told is not None and isinstance(exc, (WorkerLostError, Terminated, SystemExit, KeyboardInterrupt)):
+            worker.interruptions.close(start.token)
+        else:
+            return False
+        if told.why is Doom.DEADLINE:
+            return self._ran_out_of_time(DeadlineExceeded(self.type, self.id, start.deadline_seconds or 0.0))
+        worker.settle_ended(told)
+        return True
+
+    def _ran_out_of_time(self, exc: DeadlineExceeded) -> bool:
+        """The child was killed at its deadline: that was an attempt."""
+        if self._is_retried(exc):
+            return True
+        self.is_settled = True
+        self._dead_letter(exc, "")
+        super().on_failure(_told_as(exc))
+        failure = failure_of(exc, self.task, attempt=self._attempt, first_published_at=self._first_published_at)
+        self._ended(state="failure", failure=failure)
+        return True
+
+    def _is_retried(self, exc: Exception) -> bool:
+        """Whether the next attempt is on its way."""
+        worker = self._worker
+        if worker is None or self.start is None or not self.task.acks_late:
+            return False
+        self.is_settled = retry_in_main(self, exc, worker)
+        return self.is_settled
 
     @property
     def _worker(self) -> Any:
@@ -136,6 +204,17 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         # Celery 5.7 asks the backend; before, a child lost after its result was stored runs again.
         ask = getattr(self, "_success_was_stored", None)
         return bool(ask and ask())
+
+
+class OutOfMemory(Exception):
+    """A body had no memory left: what Celery's loop is told of it."""
+
+
+def _told_as(exc: Exception) -> Any:
+    try:
+        raise exc
+    except Exception:  # noqa: BLE001  # the one of the line before
+        return ExceptionInfo()
 
 
 def _unwrapped(exc: Any) -> BaseException:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from typing import Any
 
 from celery.exceptions import Reject
@@ -11,6 +12,7 @@ from celery.exceptions import Reject
 from celery_selfheal.dedup.port import Job
 from celery_selfheal.errors import StalledTooOften, StoreError
 from celery_selfheal.leases.port import Lease, LeaseStore, Renewal, Start
+from celery_selfheal.plugin.body import Body
 from celery_selfheal.plugin.next_attempt import NextAttempt
 from celery_selfheal.plugin.on_commit import AfterCommit
 from celery_selfheal.telemetry.events import LeaseWasLost, Observer
@@ -31,8 +33,11 @@ class Running:
         stalled: Why the body must not run: too many starts of it never ended.
         session: Of SQLAlchemy, while the body runs in a transaction of ours.
         job: What the start has an effect on record for.
+        body: Calls the user's code, and knows whether it must end.
         after_commit: What waits for the commit; without a transaction, for the end of the body.
         is_parked: A copy of the message comes back later; this start has not taken place.
+        has_progress: The body has said how far it is.
+        has_asked_progress: ``last_progress`` has been read: what an earlier start of the task had said.
         is_replaced: Another task was put in this one's place.
     """
 
@@ -41,6 +46,7 @@ class Running:
     leases: LeaseStore
     tell: Observer
     after_commit: AfterCommit
+    body: Body
     retries: list[NextAttempt] = field(default_factory=list)
     asks_retry: bool = False
     gave_up: Exception | None = None
@@ -49,6 +55,9 @@ class Running:
     session: Any = None
     job: Job | None = None
     is_parked: bool = False
+    has_progress: bool = False
+    has_asked_progress: bool = False
+    last_progress: Any = None
     is_replaced: bool = False
 
     def is_confirmed(self) -> bool:
@@ -78,6 +87,36 @@ class Running:
         )
         leave: Exception = Reject(reason, requeue=True)
         return leave
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CurrentLease:
+    """The lease of a running start, as its body may see it.
+
+    Attributes:
+        token: Proves who holds it.
+        fence: Grows with each acquisition: hand it to whatever you write to, and let that refuse a smaller one.
+        expires_at: Until then nobody else can take it, by this host's clock: reckoned from the last heartbeat that
+            was answered.
+    """
+
+    task_id: str
+    token: str
+    fence: int
+    expires_at: datetime
+
+    @classmethod
+    def of(cls, running: Running, plugin: Any) -> CurrentLease:
+        """Read it."""
+        # The fence is the store's time of acquisition, in microseconds, or a little more.
+        taken_at = running.lease.fence / 1e6
+        confirmed_at = max(taken_at, plugin.slots.confirmed_at if plugin.slots is not None else 0.0)
+        return cls(
+            task_id=running.start.task_id,
+            token=running.lease.token,
+            fence=running.lease.fence,
+            expires_at=datetime.fromtimestamp(confirmed_at, timezone.utc) + plugin.settings.lease_ttl,
+        )
 
 
 def running_of(request: Any) -> Running | None:

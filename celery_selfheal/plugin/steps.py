@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from celery import bootsteps
+from celery import bootsteps, signals
 from celery.exceptions import WorkerShutdown
 
 from celery_selfheal.clock import monotonic
@@ -18,6 +18,8 @@ from celery_selfheal.plugin.brokers.wait import Idle, Waiter
 from celery_selfheal.plugin.database import check_database
 from celery_selfheal.plugin.death import death_of_message
 from celery_selfheal.plugin.install import Plugin, plugin_of
+from celery_selfheal.plugin.reserved import hand_over_reserved
+from celery_selfheal.plugin.slots import Slots
 from celery_selfheal.plugin.stores import LeaseServer, lease_server, open_broker_client
 from celery_selfheal.plugin.worker import Worker
 from celery_selfheal.settings import SelfHealSettings
@@ -33,6 +35,7 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
     def __init__(self, parent: Any, **kwargs: Any) -> None:
         super().__init__(parent, **kwargs)
         # Before the pool forks.
+        plugin_of(parent.app).slots = Slots()
         _store_results_again_and_again(parent.app.conf)
 
     def start(self, parent: Any) -> None:
@@ -57,6 +60,16 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         native.import_early(server.check)
         plugin.worker = Worker(plugin, node=parent.hostname, stores=stores)
         plugin.worker.start()
+        _drain_before_soft_shutdown(parent, plugin.worker)
+        signals.worker_shutting_down.connect(plugin.worker.shutting_down, weak=False, dispatch_uid="selfheal-shutdown")
+
+    def close(self, parent: Any) -> None:
+        """The worker stops: by ``control shutdown``, say, no signal has told so."""
+        worker = plugin_of(parent.app).worker
+        if worker is not None:
+            worker.drain.begin()
+            if parent.consumer is not None and parent.consumer.task_consumer is not None:
+                worker.handed_over(hand_over_reserved(parent.consumer))
 
     def stop(self, parent: Any) -> None:
         """Nothing: tasks still run, and their leases must be renewed."""
@@ -78,6 +91,9 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
             return
         plugin.worker.timer = c.timer
         plugin.worker.consumer = c.task_consumer
+        plugin.worker.pool = c.pool
+        plugin.worker.loop.connected(c.timer)
+        plugin.worker.hub = c.hub if c.loop.__name__ == "asynloop" else None
         _dead_letter_unreadable(c, plugin.worker)
         layout = layout_of(c.app)
         if layout is None:
@@ -114,12 +130,28 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         if self._fetch is not None:
             self._fetch.close()
             self._fetch = None
+        worker = plugin_of(c.app).worker
+        if worker is not None:
+            worker.loop.disconnected()
 
     def shutdown(self, c: Any) -> None:
         """The pool has drained: hand over what is left and say good-bye."""
         plugin = plugin_of(c.app)
         if plugin.worker is not None:
             plugin.worker.stop()
+
+
+def _drain_before_soft_shutdown(parent: Any, worker: Worker) -> None:
+    """Begin to drain before Celery waits: it does so in its signal handler, and tells nobody until it is over."""
+    wait = getattr(parent, "wait_for_soft_shutdown", None)
+    if wait is None:
+        return
+
+    def wait_for_soft_shutdown() -> Any:
+        worker.drain.begin(has_grace=False)
+        return wait()
+
+    parent.wait_for_soft_shutdown = wait_for_soft_shutdown
 
 
 def _store_results_again_and_again(conf: Any) -> None:

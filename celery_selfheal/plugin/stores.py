@@ -15,6 +15,7 @@ from celery_selfheal.dedup.redis import RedisClaims
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.keys import Keys, session_of_tag
 from celery_selfheal.leases.port import Journals, LeaseInquiry, LeaseStore
+from celery_selfheal.leases.progress import RedisProgress
 from celery_selfheal.leases.redis import RedisLeaseStore
 from celery_selfheal.plugin.brokers.layout import RedisLayout, layout_of
 from celery_selfheal.redis_url import is_redis, make_client, same_server, without_password
@@ -51,6 +52,7 @@ class Stores:
         together: Leases and sessions live in one server and database.
         claims: For ``dedup="redis"``; ``None`` where nothing is kept in Redis.
         deliveries: ``None`` where the broker is not Redis: it redelivers by itself.
+        progress: ``None`` where the leases live in PostgreSQL: progress is not kept there.
     """
 
     leases: Leases
@@ -59,6 +61,7 @@ class Stores:
     deliveries: RedisDeliveryStore | None
     unowned: UnownedDeliveries | None
     together: bool
+    progress: RedisProgress | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,11 +200,13 @@ def open_stores(app: Celery, settings: SelfHealSettings, keys: Keys) -> Stores:
         budget=RetryBudget.parse(settings.retry_budget) if settings.retry_budget else None,
     )
     claims = _claims(client, keys, settings, lease)
+    progress = RedisProgress(client, keys, address=without_password(lease.url))
     if layout is None or broker is None:
         sessions = RedisSessionStore(client, keys, ttl=settings.lease_ttl, address=without_password(lease.url))
         return Stores(
             leases=leases,
             claims=claims,
+            progress=progress,
             sessions=sessions,
             deliveries=None,
             unowned=None,
@@ -209,7 +214,18 @@ def open_stores(app: Celery, settings: SelfHealSettings, keys: Keys) -> Stores:
         )
     if not together:
         client = open_client(broker, ttl=settings.lease_ttl)
-    return _on_the_broker(app, settings, keys, layout, broker, client, leases=leases, claims=claims, together=together)
+    return _on_the_broker(
+        app,
+        settings,
+        keys,
+        layout,
+        broker,
+        client,
+        leases=leases,
+        claims=claims,
+        together=together,
+        progress=progress,
+    )
 
 
 def _claims(client: Any, keys: Keys, settings: SelfHealSettings, address: Address) -> RedisClaims:
@@ -227,6 +243,7 @@ def _on_the_broker(
     leases: Leases,
     claims: RedisClaims | None,
     together: bool,
+    progress: RedisProgress | None = None,
 ) -> Stores:
     address = without_password(broker.url)
     sessions = RedisSessionStore(client, keys, ttl=settings.lease_ttl, address=address, unacked=layout.unacked)
@@ -234,6 +251,7 @@ def _on_the_broker(
     return Stores(
         leases=leases,
         claims=claims,
+        progress=progress,
         sessions=sessions,
         deliveries=deliveries,
         unowned=UnownedDeliveries(app, deliveries, layout),

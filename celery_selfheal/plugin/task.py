@@ -18,11 +18,10 @@ from celery_selfheal.backoff import RetryPolicy
 from celery_selfheal.classify import Verdict, classify
 from celery_selfheal.clock import jitter, monotonic, utc_now
 from celery_selfheal.errors import SelfHealError, StoreError
-from celery_selfheal.leases.port import (
-    Lease,
-    LeaseStore,
-)
+from celery_selfheal.leases.port import LeaseStore
 from celery_selfheal.plugin import eager
+from celery_selfheal.plugin.bodies import body_of as body_of_start
+from celery_selfheal.plugin.body import HandBack
 from celery_selfheal.plugin.death import failure_of
 from celery_selfheal.plugin.duplicates import Replaced
 from celery_selfheal.plugin.entrance import enter, start_of
@@ -30,8 +29,9 @@ from celery_selfheal.plugin.install import Plugin, install, is_built_in, plugin_
 from celery_selfheal.plugin.next_attempt import STORE_PAUSE_SECONDS, NextAttempt, send_retries
 from celery_selfheal.plugin.on_commit import AfterCommit
 from celery_selfheal.plugin.once import check_options, mark_dispatched, run_body, run_or_fail
+from celery_selfheal.plugin.progress import last_progress
 from celery_selfheal.plugin.retry import age_of, mark, policy_now, policy_of
-from celery_selfheal.plugin.running import Running, context_of, running_of
+from celery_selfheal.plugin.running import CurrentLease, Running, context_of, running_of
 
 if TYPE_CHECKING:
     from sqlalchemy.orm import Session
@@ -71,6 +71,9 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             it to a person (dead letter ``in_doubt``).
         store_result: ``False``: the result is not kept for duplicates, which then return ``None``.
         commit_on_ignore: ``True``: a body that raises ``Ignore`` is committed; by default it is rolled back.
+        max_runtime: Seconds that one start may run; then it is ended, which counts as an attempt. By default
+            ``selfheal_max_runtime``, else the time limit.
+        stall_after: Seconds without ``self.heartbeat()`` after which a start is taken for hung, and ended.
     """
 
     abstract = True
@@ -96,6 +99,9 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
     on_in_doubt: str = "takeover"
     store_result: bool = True
     commit_on_ignore: bool = False
+
+    max_runtime: float | None = None
+    stall_after: float | None = None
 
     retry_policy: RetryPolicy
     #: Celery wraps ``run`` of tasks that lack it; ours are retried outside of the body, by ``__call__``.
@@ -134,7 +140,11 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         if start is None:
             return self.run(*args, **kwargs)
         leases: LeaseStore = plugin.eager_leases if request.is_eager else plugin.stores.leases
-        running = enter(self, plugin, start, leases)
+        with body_of_start(start, None if request.is_eager else plugin.slots) as body:
+            return self._attempt(plugin, enter(self, plugin, start, leases, body), args, kwargs)
+
+    def _attempt(self, plugin: Plugin, running: Running, args: Any, kwargs: Any) -> Any:
+        """Run the body, and judge how it ends."""
         try:
             if running.stalled is not None:
                 return run_or_fail(self, plugin, running, running.stalled, args, kwargs)
@@ -167,10 +177,59 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         return eager.run_attempts(self, super().apply, args, kwargs, **options)
 
     @property
-    def lease(self) -> Lease | None:
+    def lease(self) -> CurrentLease | None:
         """Lease of the running start; ``None`` outside of one."""
         running = running_of(self.request)
-        return running.lease if running else None
+        return CurrentLease.of(running, plugin_of(self.app)) if running else None
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether the worker stops: a long body may come to a good end, before it is interrupted and handed over."""
+        slots = plugin_of(self.app).slots
+        return slots is not None and slots.is_draining
+
+    def check(self) -> str:
+        """Leave the body if this start must end: for loops in code that nothing else can interrupt. Costs no call.
+
+        Returns:
+            ``"held"``; or ``"unconfirmed"`` while the store does not answer: nobody can have taken over knowingly,
+            but whoever guards something that knows no fence may want to stop.
+
+        Raises:
+            LeaseLost: the lease is lost, or the worker ends this start for another reason. Do not catch it.
+        """
+        running = running_of(self.request)
+        if running is None:
+            return "held"
+        running.body.check()
+        return "held" if running.body.is_confirmed else "unconfirmed"
+
+    @property
+    def last_progress(self) -> Any:
+        """What the last start of this task has said of its progress; ``None`` if there was none. Asks once a start."""
+        running = running_of(self.request)
+        if running is None or self.request.is_eager:
+            return None
+        if not running.has_asked_progress:
+            running.last_progress = last_progress(plugin_of(self.app).stores.progress, running.start.task_id)
+            running.has_asked_progress = True
+        return running.last_progress
+
+    def heartbeat(self, progress: Any = None) -> None:
+        """The work goes on: a task with ``stall_after`` must say so at least that often. Costs no call.
+
+        Args:
+            progress: Something small that JSON can hold; the next start finds the last one in ``last_progress``.
+
+        Raises:
+            LeaseLost: as ``check``.
+            ValueError: ``progress`` is no JSON, or longer than 1800 bytes.
+        """
+        running = running_of(self.request)
+        if running is not None:
+            running.body.check()
+            running.body.show_life(progress)
+            running.has_progress |= progress is not None
 
     @property
     def session(self) -> Session:
@@ -294,6 +353,9 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         # eager one lives on, and Celery gives none to what it lets through.
         if running is None or (state is None and not self.request.is_eager):
             return
+        if isinstance(retval, HandBack):
+            # Main gives the lease back, with the message.
+            return
         self.request.selfheal_running = None
         # The result could not be stored, say: the message must come back, so nothing may say that it is done.
         unfinished = sys.exc_info()[1] is not None
@@ -325,12 +387,20 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
                     acknowledge=not unfinished and state in (states.SUCCESS, states.RETRY, states.IGNORED),
                     failure=failure,
                 )
+                if (running.has_progress or running.last_progress is not None) and not (requeued or unfinished):
+                    self._forget_progress(running, state)
                 return
             except StoreError as exc:
                 if monotonic() >= give_up_at:
                     logger.warning("lease of %s[%s] is left to main: %s", self.name, running.start.task_id, exc)
                     return
                 sleep(jitter().uniform(*STORE_PAUSE_SECONDS))
+
+    def _forget_progress(self, running: Running, state: str | None) -> None:
+        # Another attempt goes on from where this one came; a task that is over leaves nothing.
+        store = plugin_of(self.app).stores.progress
+        if store is not None and state != states.RETRY and not self.request.is_eager and not running.is_disowned:
+            store.forget(running.start.task_id)
 
     def _judge(self, plugin: Plugin, running: Running, exc: Exception) -> Retry | None:
         """The retry that this failure deserves; ``None`` lets the exception go its way."""

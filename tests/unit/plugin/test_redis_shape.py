@@ -134,6 +134,7 @@ def started(channel: FakeChannel, **settings: Any) -> DeliveryStep:
     consumer = SimpleNamespace(
         app=app,
         timer=Mock(),
+        pool=None,
         task_consumer=SimpleNamespace(channel=channel),
         hub=None,
         loop=Mock(__name__="synloop"),
