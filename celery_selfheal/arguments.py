@@ -102,14 +102,17 @@ def key_of(
         raise UnrecoverableError(f"{where}: {option} fails for the arguments of this message: {exc!r}") from exc
     if not isinstance(key, str) or not key.strip():
         raise UnrecoverableError(f"{where}: {option} must give a text that is not empty, got {key!r}")
+    if "\0" in key or not _is_unicode(key):
+        raise UnrecoverableError(f"{where}: {option} gives {key!r}, with a character that no database stores")
     return shortened(key)
 
 
 def shortened(key: str) -> str:
-    """The key itself, or where it is too long a readable start of it and its SHA-256."""
-    if len(key) <= MAX_KEY_CHARACTERS:
+    """The key itself, or where no database would keep it as it is a readable start of it and its SHA-256."""
+    # MariaDB compares without the spaces at the end.
+    if len(key) <= MAX_KEY_CHARACTERS and not key.endswith(" "):
         return key
-    readable = key[: MAX_KEY_CHARACTERS - _DIGEST_CHARACTERS - 1]
+    readable = key[: MAX_KEY_CHARACTERS - _DIGEST_CHARACTERS - 1].rstrip()
     return f"{readable}:{hashlib.sha256(key.encode('utf-8', 'surrogatepass')).hexdigest()}"
 
 
@@ -126,3 +129,11 @@ def payload_hash(
     except (TypeError, ValueError, RecursionError):
         return None
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -15,7 +15,7 @@ from celery_selfheal.database.tables import ProcessedJob
 from celery_selfheal.dedup.faults import Fault, fault_of
 from celery_selfheal.dedup.owner import Owner
 from celery_selfheal.dedup.port import Answer, Granted, Held, Job, Status
-from celery_selfheal.dedup.record import Record, judge, owner_of
+from celery_selfheal.dedup.record import Record, judge, owner_of, status_of
 
 LOCK_WAIT = timedelta(seconds=1)
 """How long a start waits for another transaction that has its key, before it gives its place in the pool to others."""
@@ -99,7 +99,7 @@ def look(session: Session, job: Job) -> Answer | None:
     if found is None:
         return None
     record = Record(
-        status=Status(found.status),
+        status=status_of(found.status),
         task_name=found.job_name,
         owner=Owner.parse(found.owner),
         fence=int(found.fence),
@@ -136,7 +136,7 @@ def complete(session: Session, job: Job, payload: Any) -> bool:
     """
     # A statement for the table: one for the class would also look for objects of it in the body's session.
     done = {"of_key": job.key, "of_fence": job.fence, "payload": payload}
-    return bool(session.execute(_COMPLETE, done).rowcount)  # type: ignore[attr-defined]  # a cursor's result
+    return _is_one(session.execute(_COMPLETE, done))
 
 
 def mark_dispatched(session: Session, job: Job) -> None:
@@ -195,14 +195,19 @@ def _insert(session: Session, job: Job) -> bool:
         return session.execute(_POSTGRES, values).first() is not None
     if dialect.name in ("mysql", "mariadb"):
         statement = _MARIADB if getattr(dialect, "is_mariadb", False) else _MYSQL
-        return bool(session.execute(statement, values).rowcount)  # type: ignore[attr-defined]  # a cursor's result
-    return bool(session.execute(_SQLITE, values).rowcount)  # type: ignore[attr-defined]  # as above
+        return _is_one(session.execute(statement, values))
+    return _is_one(session.execute(_SQLITE, values))
 
 
 def _updated(session: Session, job: Job, *conditions: Any, **values: Any) -> bool:
     statement = update(ProcessedJob).where(JOBS.c.idempotency_key == job.key, *conditions)
     result = session.execute(statement.values(**values))
-    return bool(result.rowcount)  # type: ignore[attr-defined]  # a cursor's result
+    return _is_one(result)
+
+
+def _is_one(result: Any) -> bool:
+    # A driver that cannot tell the number says -1, which is none.
+    return bool(result.rowcount == 1)
 
 
 def _short(task_id: str) -> str:

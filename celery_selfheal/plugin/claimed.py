@@ -100,7 +100,9 @@ def _effect(
             payload = encode(result, task_name=task.name, dumps=dumps)
         except Exception as exc:  # noqa: BLE001  # whatever a serializer raises: the effect is there, and must be recorded
             unstorable = exc
-    if not _patiently(plugin, running, lambda: claims.complete(job, payload)):
+    # The effect is there, and a hand-back would have it once more: as long as others would leave the claim alone.
+    patience = plugin.settings.takeover_after
+    if not _patiently(plugin, running, lambda: claims.complete(job, payload), patience=patience):
         raise running.lost("completion refused")
     if unstorable is not None:
         raise unstorable
@@ -112,9 +114,9 @@ def _effect(
     return result
 
 
-def _patiently(plugin: Plugin, running: Running, step: Callable[[], _T]) -> _T:
-    """Try for one TTL; a store that is away is no failure of the task."""
-    give_up_at = monotonic() + plugin.settings.lease_ttl.total_seconds()
+def _patiently(plugin: Plugin, running: Running, step: Callable[[], _T], *, patience: timedelta | None = None) -> _T:
+    """Try for one TTL, or for ``patience``; a store that is away is no failure of the task."""
+    give_up_at = monotonic() + (plugin.settings.lease_ttl if patience is None else patience).total_seconds()
     while True:
         try:
             return step()

@@ -52,6 +52,7 @@ class Plugin:
         self._stores: tuple[int, Stores] | None = None
         self._eager_leases: MemoryLeaseStore | None = None
         self._eager_claims: MemoryClaims | None = None
+        self._sql_claims: tuple[Any, ClaimStore] | None = None
         self._layout: tuple[RedisLayout | None] | None = None
         self._unrecoverable: tuple[type[BaseException], ...] | None = None
         self.publisher = Publisher(app)
@@ -153,7 +154,10 @@ class Plugin:
             # Loads SQLAlchemy, which nobody else needs.
             from celery_selfheal.dedup.claim import SqlClaims
 
-            return SqlClaims(self.database.engine)
+            engine = self.database.engine
+            if self._sql_claims is None or self._sql_claims[0] is not engine:
+                self._sql_claims = (engine, SqlClaims(engine))
+            return self._sql_claims[1]
         if not eager:
             if self.stores.claims is None:
                 raise SettingsError(

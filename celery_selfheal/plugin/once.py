@@ -17,6 +17,7 @@ from celery_selfheal.plugin.running import Running
 
 logger = logging.getLogger("celery_selfheal")
 
+MAX_NAME_CHARACTERS = 255  # of the column job_name
 MODES = ("transaction", "claim", "redis")
 
 
@@ -28,6 +29,12 @@ def check_options(task: Any, plugin: Plugin, where: str, body: Any) -> None:
     """
     if task.dedup not in (None, *MODES):
         raise SettingsError(f"{where}: dedup must be one of {MODES} or None, got {task.dedup!r}", "dedup")
+    if task.dedup is not None and len(task.name) > MAX_NAME_CHARACTERS:
+        raise SettingsError(
+            f"{where}: with dedup a task's name has {MAX_NAME_CHARACTERS} characters at most, this one has"
+            f" {len(task.name)}: give it a shorter name=",
+            "name",
+        )
     if task.on_in_doubt not in ("takeover", "hold"):
         raise SettingsError(
             f"{where}: on_in_doubt must be 'takeover' or 'hold', got {task.on_in_doubt!r}", "on_in_doubt"

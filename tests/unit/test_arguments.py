@@ -77,6 +77,19 @@ def test_a_long_key_keeps_a_readable_start_and_stays_unique() -> None:
     assert shortened("k" * 128) == "k" * 128
 
 
+def test_a_key_that_ends_in_a_space_is_another_one_everywhere() -> None:
+    """MariaDB takes both for one."""
+    assert shortened("key ").rstrip() != shortened("key")
+    assert shortened("key ") != shortened("key  ")
+    assert not shortened("key ").endswith(" ")
+
+
+@pytest.mark.parametrize("given", ["nul\0", "half \ud800"])
+def test_a_key_that_no_database_stores_is_refused(given: str) -> None:
+    with pytest.raises(UnrecoverableError, match="with a character that no database stores"):
+        make_key(lambda order: given, 1)
+
+
 @pytest.mark.parametrize(
     ("template", "what"),
     [
