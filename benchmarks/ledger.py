@@ -119,7 +119,7 @@ def _sessions(database_url: str, pid: int) -> Any:
 @functools.cache
 def _client(url: str, pid: int) -> Any:
     """One client a process: a forked child must not talk on its parent's connection."""
-    return redis.Redis.from_url(url, db=1)
+    return redis.Redis.from_url(url.rpartition("/")[0] + "/1")
 
 
 if URL_VARIABLE in os.environ and DATABASE_VARIABLE in os.environ:

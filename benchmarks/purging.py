@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import click
 from sqlalchemy import create_engine
 
 from benchmarks.books import Books
@@ -141,7 +142,8 @@ def _times(stage: Stage, task: Any, *, until: Callable[[], bool]) -> Times:
             task.apply_async((sent,), producer=producer, headers={SENT_AT: time.time()})
             sent += 1
     broker = stage.client()
-    wait_until(lambda: is_drained(broker) and told.llen(TIMES) == sent, seconds=STUCK_SECONDS)
+    if not wait_until(lambda: is_drained(broker) and told.llen(TIMES) == sent, seconds=STUCK_SECONDS):
+        raise click.ClickException(f"of {sent} tasks {told.llen(TIMES)} have told how long they took")
     both = [json.loads(one) for one in told.lrange(TIMES, 0, -1)]
     return Times(since_sent=[one for one, _ in both], in_child=[one for _, one in both])
 
