@@ -99,7 +99,7 @@ def reject(self):
     raise Reject("not ours", requeue=False)
 
 
-@app.task(bind=True, base=SelfHealTask, time_limit=1)
+@app.task(bind=True, base=SelfHealTask, time_limit=1, max_retries=0)
 def hang(self):
     time.sleep(60)
 
