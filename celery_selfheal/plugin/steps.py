@@ -18,6 +18,7 @@ from celery_selfheal.plugin.brokers.wait import Idle, Waiter
 from celery_selfheal.plugin.database import check_database
 from celery_selfheal.plugin.death import death_of_message
 from celery_selfheal.plugin.install import Plugin, plugin_of
+from celery_selfheal.plugin.pool_limits import warn_of_pool
 from celery_selfheal.plugin.reserved import hand_over_reserved
 from celery_selfheal.plugin.slots import Slots
 from celery_selfheal.plugin.stores import LeaseServer, lease_server, open_broker_client
@@ -60,6 +61,7 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         native.import_early(server.check)
         plugin.worker = Worker(plugin, node=parent.hostname, stores=stores)
         plugin.worker.start()
+        warn_of_pool(parent)
         _drain_before_soft_shutdown(parent, plugin.worker)
         signals.worker_shutting_down.connect(plugin.worker.shutting_down, weak=False, dispatch_uid="selfheal-shutdown")
 

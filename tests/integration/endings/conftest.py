@@ -35,7 +35,8 @@ def shared_yard(
             broker = redis_server.url(0) if kind == "redis" else request.getfixturevalue("rabbit_server").url()
             folder = tmp_path_factory.mktemp(f"{kind}-{pool}")
             yards[kind, pool] = yard = Yard(kind, broker, redis_server, folder, name=f"dock-{uuid.uuid4().hex[:8]}")
-            yard.start("first", pool=pool)
+            # A name of its own: the mailboxes of all workers of one name are one queue.
+            yard.start(pool, pool=pool)
         return yards[kind, pool]
 
     try:

@@ -13,7 +13,7 @@ from celery.exceptions import Reject
 
 from celery_selfheal import SelfHealTask, UnrecoverableError
 from celery_selfheal.plugin.publisher import Publisher
-from celery_selfheal.plugin.worker import Worker
+from celery_selfheal.plugin.settling import Settling
 
 app = Celery(os.environ["ORDERS_NAME"], broker=os.environ["ORDERS_BROKER"], backend=os.environ["ORDERS_RESULTS"])
 app.conf.update(json.loads(os.environ["ORDERS_SETTINGS"]))
@@ -44,7 +44,7 @@ def die_at(owner, name, *, before):
 
 if os.environ.get("ORDERS_DIE_AT", "") in ("before the move", "after the move"):
     is_before = os.environ["ORDERS_DIE_AT"].startswith("before")
-    die_at(Worker, "_move_to_dead_letters", before=is_before)
+    die_at(Settling, "move_to_dead_letters", before=is_before)
     die_at(Publisher, "send_raw", before=is_before)
 if os.environ.get("ORDERS_DIE_AT") == "published, unconfirmed":
     die_at(Channel, "_basic_publish", before=False)
@@ -99,7 +99,7 @@ def reject(self):
     raise Reject("not ours", requeue=False)
 
 
-@app.task(bind=True, base=SelfHealTask, time_limit=1)
+@app.task(bind=True, base=SelfHealTask, time_limit=1, max_retries=0)
 def hang(self):
     time.sleep(60)
 
