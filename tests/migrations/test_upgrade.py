@@ -218,6 +218,21 @@ def test_a_database_that_is_away_is_a_store_error_without_its_password() -> None
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_user_who_may_create_nothing_is_told(empty: Engine, database_url: str) -> None:
+    with empty.begin() as connection:
+        connection.execute(text("DROP ROLE IF EXISTS clerk"))
+        connection.execute(text("CREATE ROLE clerk LOGIN"))
+        connection.execute(text("REVOKE CREATE ON SCHEMA public FROM PUBLIC"))
+    clerk = engines.engine_of(SelfHealSettings(database_url=database_url.replace("postgres@", "clerk@")))
+
+    with pytest.raises(SettingsError, match=r"clerk@.* refuses: permission denied for schema public"):
+        migrate.upgrade(clerk)
+
+    clerk.dispose()
+    assert tables(empty) == set()
+
+
 def test_no_result_and_the_result_none_are_told_apart(engine: Engine) -> None:
     with engine.begin() as connection:
         for key, payload in (("nothing", None), ("none", JSON.NULL), ("some", {"a": [1, None]})):
