@@ -26,7 +26,11 @@ def structure(engine: Engine) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for table in sorted(Base.metadata.tables):
         look = inspect(engine)
-        columns = {one["name"]: (str(one["type"]), one["nullable"], one["default"]) for one in look.get_columns(table)}
+        columns = {
+            # Not every SQLAlchemy puts parentheses around an expression of SQLite that has some.
+            one["name"]: (str(one["type"]), one["nullable"], str(one["default"]).strip("()"))
+            for one in look.get_columns(table)
+        }
         indexes = {one["name"]: one["column_names"] for one in look.get_indexes(table)}
         found[table] = columns, indexes, look.get_pk_constraint(table)["constrained_columns"]
     return found
