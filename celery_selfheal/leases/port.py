@@ -43,6 +43,7 @@ class Start:
     node: str = ""
     pid: int = 0
     deadline_seconds: float | None = None
+    lock_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
