@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-import time
+import socket
 from collections import Counter, defaultdict
 from collections.abc import Callable
 
@@ -16,6 +16,10 @@ SEED = 20_261_201
 WORKERS = 3
 CONCURRENCY = 2
 TASK_SECONDS = 0.002
+TASKS_A_LIFE = 20  # at least, on average
+KILLS = 150  # at most, about
+RECENT = 2_000  # lines of the diary: more than three workers do in a life
+NODE = socket.gethostname()
 
 
 def storm(mill: Mill, tasks: int, record_property: Callable[[str, object], None]) -> None:
@@ -25,11 +29,12 @@ def storm(mill: Mill, tasks: int, record_property: Callable[[str, object], None]
     alive = [start(mill, n) for n in range(WORKERS)]
     mill.wait("they are busy", lambda: mill.diary.ids("start"))
     while mill.redis.llen("celery"):
-        time.sleep(chance.uniform(0.5, 1.5))
         victim = alive.pop(0)
-        # On a slow machine none would live long enough to do anything.
+        # Counted in tasks, not in seconds: on a slow machine none would live long enough to do anything.
+        life = chance.uniform(0, 2 * max(TASKS_A_LIFE, tasks // KILLS))
         mill.wait(
-            f"{victim.name} is busy", lambda victim=victim: is_busy(mill, victim) or not mill.redis.llen("celery")
+            f"{victim.name} is busy",
+            lambda victim=victim, life=life: done_by(mill, victim) > life or not mill.redis.llen("celery"),
         )
         victim.kill_group()
         mill.workers.remove(victim)
@@ -60,8 +65,8 @@ def what_kills_met(mill: Mill, victims: list[str]) -> tuple[set[str], set[str]]:
     return cut_off, {task_id for name in victims for task_id in ended[name][-CONCURRENCY:]}
 
 
-def is_busy(mill: Mill, worker: WorkerProcess) -> bool:
-    return any(line.node.startswith(f"{worker.name}@") for line in mill.diary.lines("start")[-2_000:])
+def done_by(mill: Mill, worker: WorkerProcess) -> int:
+    return Counter(line.node for line in mill.diary.lines("end")[-RECENT:])[f"{worker.name}@{NODE}"]
 
 
 def start(mill: Mill, n: int) -> WorkerProcess:
