@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from sqlalchemy import Column, Connection, Engine, MetaData, String, Table, inspect, select, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, ProgrammingError
 
 from celery_selfheal.database.drivers import shown
 from celery_selfheal.database.tables import VERSION_TABLE, Base
@@ -86,11 +86,19 @@ def check(engine: Engine) -> None:
 
 @contextmanager
 def answering(engine: Engine) -> Iterator[None]:
-    """Turn errors of the driver into ``StoreError``."""
+    """Turn errors of the driver into ours.
+
+    Raises:
+        StoreError: the database did not answer, or the statement failed.
+        SettingsError: it answered that it will never do that: a table is not there, or a right is missing.
+    """
     try:
         yield
     except DBAPIError as exc:
-        raise StoreError(shown(engine.url), " ".join(str(exc.orig).split())) from exc
+        said = " ".join(str(exc.orig).split())
+        if isinstance(exc, ProgrammingError):
+            raise _error(engine, f"refuses: {said}") from exc
+        raise StoreError(shown(engine.url), said) from exc
 
 
 @contextmanager

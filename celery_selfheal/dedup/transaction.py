@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-from datetime import timedelta
 from typing import Any
 
 from sqlalchemy import Engine, bindparam, select, text, update
@@ -12,28 +10,20 @@ from sqlalchemy.orm import Session
 
 from celery_selfheal.database.instants import store_now
 from celery_selfheal.database.tables import ProcessedJob
+from celery_selfheal.dedup.backends import ALONE, LOCK_WAIT, RESTORED, alone_values, end_older
 from celery_selfheal.dedup.faults import Fault, fault_of
 from celery_selfheal.dedup.owner import Owner
 from celery_selfheal.dedup.port import Answer, Granted, Held, Job, Status
-from celery_selfheal.dedup.record import Record, judge, owner_of, status_of
-
-LOCK_WAIT = timedelta(seconds=1)
-"""How long a start waits for another transaction that has its key, before it gives its place in the pool to others."""
+from celery_selfheal.dedup.record import Record, judge, owner_of, status_of, unseen
 
 JOBS = ProcessedJob.__table__
 _COLUMNS = "idempotency_key, job_name, status, fence, payload_hash, owner, dispatched"
-# One statement: it bounds its own wait for another transaction with the same key, says who we are to whoever must end
-# us, and puts the body's lock_timeout back. The advisory lock is there to be asked about; a row that is not committed
-# cannot be seen.
 _POSTGRES = text(f"""
-WITH before AS MATERIALIZED (SELECT current_setting('lock_timeout') AS lock_timeout),
-bounded AS MATERIALIZED (
-  SELECT set_config('lock_timeout', :wait_ms, true), set_config('application_name', :backend, true) FROM before),
-alone AS MATERIALIZED (SELECT pg_advisory_xact_lock(:lock) FROM bounded)
+WITH {ALONE}
 INSERT INTO processed_jobs ({_COLUMNS})
 SELECT :key, :job_name, 'IN_PROGRESS', :fence, :payload_hash, :owner, false FROM alone
 ON CONFLICT DO NOTHING
-RETURNING set_config('lock_timeout', (SELECT lock_timeout FROM before), true)
+RETURNING {RESTORED}
 """)  # noqa: S608  # constants only
 _MYSQL_ROW = f"""INTO processed_jobs ({_COLUMNS})
 VALUES (:key, :job_name, 'IN_PROGRESS', :fence, :payload_hash, CONCAT(:owner, '@', CONNECTION_ID()), false)"""
@@ -57,40 +47,27 @@ _COMPLETE = (
     .values(status=Status.COMPLETED.value, response_payload=bindparam("payload", type_=JOBS.c.response_payload.type))
 )
 
-# Of an earlier start of the same task only, and only while it still has this very key.
-_END_POSTGRES = text("""
-SELECT pg_terminate_backend(held.pid)
-FROM pg_locks AS held JOIN pg_stat_activity AS backend ON backend.pid = held.pid
-WHERE held.locktype = 'advisory' AND held.granted AND held.objsubid = 1
-  AND held.database = (SELECT oid FROM pg_database WHERE datname = current_database())
-  AND (held.classid::bigint << 32 | held.objid::bigint) = :lock
-  AND backend.application_name LIKE :ours
-  AND split_part(backend.application_name, ' ', 3)::bigint < :fence
-""")
 
+def take(session: Session, job: Job) -> Answer | None:
+    """Insert the row of ``job``; waits ``LOCK_WAIT`` for another transaction that has the key.
 
-def take(session: Session, job: Job) -> Answer:
-    """Insert the row of ``job`` as the transaction's first statement.
+    Unless the answer is ``Granted``, the transaction is rolled back.
 
-    Waits ``LOCK_WAIT`` for another transaction that has the key. Unless the answer is ``Granted``, the transaction is
-    rolled back.
+    Returns:
+        ``None`` when whoever had the key has rolled back meanwhile: it is free again.
     """
-    for _ in range(3):
-        try:
-            if _insert(session, job):
-                return Granted()
-            session.rollback()
-            answer = look(session, job)
-        except DBAPIError as exc:
-            session.rollback()
-            if fault_of(exc) not in (Fault.BLOCKED, Fault.REPEAT):
-                raise
-            return Held(task_id="", token="", fence=0, age=timedelta(0))
+    try:
+        if _insert(session, job):
+            return Granted()
         session.rollback()
-        if answer is not None:
-            return answer
-        # Whoever had the key has rolled back meanwhile: it is free again.
-    return Held(task_id="", token="", fence=0, age=timedelta(0))
+        found = look(session, job)
+    except DBAPIError as exc:
+        session.rollback()
+        if fault_of(exc) not in (Fault.BLOCKED, Fault.REPEAT):
+            raise
+        return unseen()
+    session.rollback()
+    return found
 
 
 def look(session: Session, job: Job) -> Answer | None:
@@ -164,9 +141,7 @@ def end_overtaken(engine: Engine, job: Job) -> bool:
         Whether there was one. SQLite has no connections to end: always ``False``.
     """
     if engine.dialect.name == "postgresql":
-        ours = {"lock": _lock_of(job.key), "ours": f"selfheal {_short(job.task_id)} %", "fence": job.fence}
-        with engine.begin() as connection:
-            return bool(connection.execute(_END_POSTGRES, ours).all())
+        return end_older(engine, job.key, fence=job.fence, task_id=job.task_id)
     if engine.dialect.name not in ("mysql", "mariadb"):
         return False
     with engine.connect().execution_options(isolation_level="READ UNCOMMITTED") as connection:
@@ -189,9 +164,7 @@ def _insert(session: Session, job: Job) -> bool:
         "owner": str(owner_of(job)),
     }
     if dialect.name == "postgresql":
-        values["wait_ms"] = str(int(LOCK_WAIT.total_seconds() * 1000))
-        values["backend"] = f"selfheal {_short(job.task_id)} {job.fence}"
-        values["lock"] = _lock_of(job.key)
+        values.update(alone_values(job.key, task_id=job.task_id, fence=job.fence))
         return session.execute(_POSTGRES, values).first() is not None
     if dialect.name in ("mysql", "mariadb"):
         statement = _MARIADB if getattr(dialect, "is_mariadb", False) else _MYSQL
@@ -208,13 +181,3 @@ def _updated(session: Session, job: Job, *conditions: Any, **values: Any) -> boo
 def _is_one(result: Any) -> bool:
     # A driver that cannot tell the number says -1, which is none.
     return bool(result.rowcount == 1)
-
-
-def _short(task_id: str) -> str:
-    # An application_name has 63 characters.
-    return hashlib.sha256(task_id.encode()).hexdigest()[:24]
-
-
-def _lock_of(key: str) -> int:
-    """PostgreSQL's advisory locks have 64 bits."""
-    return int.from_bytes(hashlib.sha256(f"selfheal:{key}".encode()).digest()[:8], "big", signed=True)

@@ -59,7 +59,7 @@ class Functions:
             try:
                 with self.engine.connect() as connection:
                     return list(connection.execute(statement, _storable(given)))
-            except SQLAlchemyError as exc:
+            except (SQLAlchemyError, OSError) as exc:  # drivers in Python let those of their sockets through
                 if monotonic() >= give_up_at or not _may_be_repeated(exc):
                     raise StoreError(self.address, f"{name}: {_words(exc)}") from exc
                 give_up_at = -math.inf
@@ -148,14 +148,14 @@ def _storable(arguments: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _may_be_repeated(exc: SQLAlchemyError) -> bool:
+def _may_be_repeated(exc: Exception) -> bool:
     if not isinstance(exc, DBAPIError):
         return False
     code = getattr(exc.orig, "sqlstate", None) or getattr(exc.orig, "pgcode", None)
     return exc.connection_invalidated or code in REPEATABLE
 
 
-def _words(exc: SQLAlchemyError) -> str:
+def _words(exc: Exception) -> str:
     # SQLAlchemy's own text would show the arguments, and with them what failed tasks said.
     words = str(exc.orig if isinstance(exc, DBAPIError) else exc)
     if "does not exist" in words and "selfheal_" in words:

