@@ -25,7 +25,17 @@ BUDGET_PAID = "selfheal-budget-paid"
 LOCK_WAITS = "selfheal-lock-waits"
 """How often it has waited for a lock key that another task has."""
 
-OURS = (PUBLISHED, FIRST_PUBLISHED, FIRST_FAILURE, PREDECESSOR, RESTORES, REPLAYS, BUDGET_PAID, LOCK_WAITS, DEATH_HEADER)
+OURS = (
+    PUBLISHED,
+    FIRST_PUBLISHED,
+    FIRST_FAILURE,
+    PREDECESSOR,
+    RESTORES,
+    REPLAYS,
+    BUDGET_PAID,
+    LOCK_WAITS,
+    DEATH_HEADER,
+)
 BROKERS = ("x-death", "x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-")
 """What these begin with, a broker has added; and ``redelivered`` itself."""
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-from celery_selfheal.arguments import check_template, key_of
+from celery_selfheal.arguments import check_template, key_of, template_of
 from celery_selfheal.backoff import check_seconds
 from celery_selfheal.clock import jitter
 from celery_selfheal.errors import LeaseBusy, SettingsError, UnrecoverableError
@@ -64,9 +64,10 @@ def with_lock_key(task: Any, start: Start, args: Sequence[Any], kwargs: Mapping[
     Raises:
         UnrecoverableError: ``lease_key`` gives no key for these arguments.
     """
-    if task.lease_key is None:
+    template = template_of(task, "lease_key")
+    if template is None:
         return start
-    return replace(start, lock_key=key_of(f"task {task.name}", "lease_key", task.lease_key, task.run, args, kwargs))
+    return replace(start, lock_key=key_of(f"task {task.name}", "lease_key", template, task.run, args, kwargs))
 
 
 def completed(request: Any) -> Start:
@@ -92,7 +93,8 @@ def pause_or_refusal(task: Any, busy: Busy) -> timedelta | LeaseBusy:
         return refusal
     context = context_of(task.request)
     waits = min(int(context.get("lock_waits") or 0), 20)
-    pause = min(busy.remaining, FIRST_PAUSE * 2**waits) * jitter().uniform(0.5, 1.5)
+    chance: float = jitter().uniform(0.5, 1.5)
+    pause: timedelta = min(busy.remaining, FIRST_PAUSE * 2.0**waits) * chance
     if task.lease_wait_max is not None:
         left = timedelta(seconds=task.lease_wait_max) - age_of(context.get("first_published_at"))
         if left <= timedelta(0):
