@@ -26,6 +26,9 @@ class Bank(Yard):
 def bank(redis_server: RedisServer, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Bank]:
     """If the test fails, its workers' logs are in its report."""
     kind = request.param
+    # Ids are the same in each test.
+    with redis_server.client(1) as results:
+        results.flushdb()
     broker = redis_server.url(0) if kind == "redis" else request.getfixturevalue("rabbit_server").url()
     bank = Bank(kind, broker, redis_server, tmp_path, name=f"locks-{uuid.uuid4().hex[:8]}")
     bank.settings |= {"selfheal_lease_ttl": 3, "selfheal_heartbeat_interval": 0.5}

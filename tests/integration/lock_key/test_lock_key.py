@@ -134,7 +134,7 @@ def test_patience_ends_with_lease_wait_max(bank: Yard) -> None:
 
 
 def test_key_of_a_killed_worker_goes_to_the_next_task(bank: Yard) -> None:
-    doomed = bank.start("doomed")
+    doomed = bank.start("doomed", concurrency=2)
     gate = hold(bank)
     worker = bank.start("heir", concurrency=2)
     bank.send("take", 1, task_id="next")
