@@ -14,12 +14,14 @@ from celery_selfheal.errors import (
 )
 from celery_selfheal.plugin.dead_letters import DeadLetterQueue
 from celery_selfheal.plugin.install import install, selfheal_schedule
+from celery_selfheal.plugin.lock_key import SKIPPED
 from celery_selfheal.plugin.on_commit import apply_on_commit
 from celery_selfheal.plugin.task import SelfHealTask
 
 __version__ = "0.1.0"
 
 __all__ = (
+    "SKIPPED",
     "DeadLetterQueue",
     "DeadlineExceeded",
     "InDoubt",

@@ -49,6 +49,12 @@ def body_of(task: type) -> Callable[..., Any]:
     return partial(run, None)
 
 
+def template_of(task: Any, option: str) -> KeyTemplate | None:
+    """A key's template as a task declares it: a function among its options is no method of it."""
+    declared: Any = inspect.getattr_static(task, option)
+    return declared.__func__ if isinstance(declared, staticmethod) else declared
+
+
 def check_template(where: str, option: str, template: object, body: Callable[..., Any]) -> None:
     """Check a key's template when the task is defined.
 

@@ -22,7 +22,20 @@ REPLAYS = "selfheal-replays"
 BUDGET_PAID = "selfheal-budget-paid"
 """The retry has waited for its place in the retry budget."""
 
-OURS = (PUBLISHED, FIRST_PUBLISHED, FIRST_FAILURE, PREDECESSOR, RESTORES, REPLAYS, BUDGET_PAID, DEATH_HEADER)
+LOCK_WAITS = "selfheal-lock-waits"
+"""How often it has waited for a lock key that another task has."""
+
+OURS = (
+    PUBLISHED,
+    FIRST_PUBLISHED,
+    FIRST_FAILURE,
+    PREDECESSOR,
+    RESTORES,
+    REPLAYS,
+    BUDGET_PAID,
+    LOCK_WAITS,
+    DEATH_HEADER,
+)
 BROKERS = ("x-death", "x-delivery-count", "x-acquired-count", "x-first-death-", "x-last-death-")
 """What these begin with, a broker has added; and ``redelivered`` itself."""
 
@@ -47,10 +60,12 @@ def of_a_replay(headers: Mapping[str, Any], *, replays: int) -> dict[str, Any]:
 
 def history_of(headers: Mapping[str, Any]) -> dict[str, Any]:
     """What a message tells of its earlier attempts, under the names that a start's context has for it."""
+    waits = headers.get(LOCK_WAITS)
     return {
         "published_at": headers.get(PUBLISHED),
         "first_published_at": headers.get(FIRST_PUBLISHED) or headers.get(PUBLISHED),
         "first_failure_at": headers.get(FIRST_FAILURE),
         "replays": headers.get(REPLAYS) or 0,
         "budget_paid": bool(headers.get(BUDGET_PAID)),
+        "lock_waits": waits if isinstance(waits, int) else 0,
     }

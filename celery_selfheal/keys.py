@@ -29,8 +29,16 @@ class Keys:
         return f"{{{self.prefix}:{self.app}}}"
 
     def lease(self, task_id: str) -> str:
-        """Hash ``token, fence, session, attempt``; lives as long as the lease."""
+        """Hash ``token, fence, session, attempt`` and, if there is one, ``lock``; lives as long as the lease."""
         return f"{self.root}:lease:{task_id}"
+
+    def lock(self, lock_key: str) -> str:
+        """Hash ``id, token, fence`` of the task that has the lock key; lives as long as its lease. Scripts know it."""
+        return f"{self.root}:lock:{lock_key}"
+
+    def locking(self, task_id: str) -> str:
+        """Token and lock key of the last start of a task that has one. Scripts know it."""
+        return f"{self.root}:locking:{task_id}"
 
     def journal(self, task_id: str) -> str:
         """Sorted set of the tokens of starts that have not ended, by fence."""

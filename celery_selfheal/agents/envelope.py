@@ -86,17 +86,20 @@ class Envelope:
             replays=replays if isinstance(replays, int) else 0,
         )
 
-    def parked(self, *, eta: str, paid: bool) -> bytes:
+    def parked(self, *, eta: str, paid: bool, lock_waits: int | None = None) -> bytes:
         """A copy that comes back at ``eta``; it was in time, so it does not expire any more.
 
         Args:
             paid: It has its place in the retry budget.
+            lock_waits: How often it has waited for a lock key; ``None`` leaves the count as it is.
         """
         if not self.fields:
             return self.raw
         headers = dict(self._headers, eta=eta, expires=None)
         if paid:
             headers[names.BUDGET_PAID] = True
+        if lock_waits is not None:
+            headers[names.LOCK_WAITS] = lock_waits
         return json.dumps(dict(self.fields, headers=headers)).encode()
 
     def dead_lettered(self, death: Death) -> bytes:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from celery_selfheal.leases.port import LeaseStore, Renewal, Start
+from celery_selfheal.leases.port import LeaseStore, Renewal, Start, renewal_of
 from celery_selfheal.sessions.port import BeatAnswer, Session, SessionStore, Standing
 
 
@@ -45,6 +45,7 @@ class Heartbeat:
         leases: Where its leases live; the same object's server, and then one call does both, or another one's.
         new_session: Makes the next incarnation.
         together: Sessions and leases live in one store.
+        completed: Adds the lock key to a start; asked where the store may have forgotten it.
 
     No answer is no loss: ``beat`` raises ``StoreError`` and nothing changes.
     """
@@ -57,12 +58,14 @@ class Heartbeat:
         *,
         new_session: Callable[[], Session],
         together: bool,
+        completed: Callable[[Start], Start] = lambda start: start,
     ) -> None:
         self._sessions = sessions
         self._leases = leases
         self._holdings = holdings
         self._new_session = new_session
         self._together = together
+        self._completed = completed
         self._epoch: str | None = None
         self._unknown: set[str] = set()
         self._joined = False
@@ -88,7 +91,7 @@ class Heartbeat:
         forgotten = sorted(self._unknown & unknown)
         self._unknown = unknown
         if emptied:
-            self._take_again(starts, answer.renewals)
+            answer = replace(answer, renewals=self._taken_again(starts, answer.renewals))
         # Last: after an error, the next beat finds the store emptied once more.
         self._epoch = answer.epoch
         return Beat(
@@ -108,14 +111,17 @@ class Heartbeat:
             return self._sessions.beat(self.session, join=not self._joined, starts=starts, tags=tags)
         answer = self._sessions.beat(self.session, join=not self._joined, tags=tags)
         # Asked even for nothing: a lease store that is away must stop the fetching.
-        renewals = self._leases.renew(starts)
+        renewals = self._leases.renew(list(map(self._completed, starts)))
         return BeatAnswer(
             standing=answer.standing, epoch=answer.epoch, renewals=renewals, unknown_tags=answer.unknown_tags
         )
 
-    def _take_again(self, starts: Sequence[Start], renewals: Sequence[Renewal]) -> None:
+    def _taken_again(self, starts: Sequence[Start], renewals: Sequence[Renewal]) -> list[Renewal]:
         """An emptied store knows no start: what runs takes its lease anew, under the token that its child knows."""
-        for start, renewal in zip(starts, renewals, strict=True):
-            if renewal is Renewal.IDLE:
-                # Its delivery is gone with everything else.
-                self._leases.acquire(replace(start, tag=None))
+        return [
+            # Its delivery is gone with everything else.
+            renewal_of(self._leases.acquire(replace(self._completed(start), tag=None)))
+            if renewal is Renewal.IDLE
+            else renewal
+            for start, renewal in zip(starts, renewals, strict=True)
+        ]

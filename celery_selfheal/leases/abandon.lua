@@ -3,7 +3,7 @@
 -- KEYS[1]  lease:<id>     KEYS[2]  journal:<id>    KEYS[3]  done:<marker>   KEYS[4]  inflight
 -- KEYS[5]  expiry index   KEYS[6]  held:<session>  KEYS[7]  counters
 -- ARGV[1]  token          ARGV[2]  task id         ARGV[3]  journal's ttl, ms   ARGV[4]  task name
--- ARGV[5]  session
+-- ARGV[5]  session        ARGV[6]  what our keys begin with: the name of the lock key is made of it here
 -- Returns  the number of unfinished starts, or -1 when this very start had finished its message
 local token, id = ARGV[1], ARGV[2]
 local finished_by = redis.call('GET', KEYS[3])
@@ -13,7 +13,11 @@ end
 local score = tonumber(redis.call('ZSCORE', KEYS[2], token) or '')
 local record = redis.call('HGET', KEYS[4], id)
 local holder, session = string.match(record or '', '^%S+ %S+ (%S+) (%S+) ')
-if redis.call('HGET', KEYS[1], 'token') == token then
+local leased, locked = unpack(redis.call('HMGET', KEYS[1], 'token', 'lock'))
+if leased == token then
+  if locked and redis.call('HGET', ARGV[6] .. ':lock:' .. locked, 'token') == token then
+    redis.call('DEL', ARGV[6] .. ':lock:' .. locked)
+  end
   redis.call('DEL', KEYS[1])
 end
 if holder == token then

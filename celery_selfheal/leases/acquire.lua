@@ -11,11 +11,14 @@
 -- ARGV[10] ttl, ms           ARGV[11] max_stalls     ARGV[12] journal's ttl, ms
 -- ARGV[13] tokens that a first attempt earns, or '' without a budget    ARGV[14] tokens that a second earns
 -- ARGV[15] most tokens that time can earn
+-- ARGV[16] what our keys begin with: names of lock keys are made of it here, since scripts find them without being told
+-- ARGV[17] lock key, only if the task has one
 -- Returns  one text, since that costs the client least:
 --          'held <fence> <stalls> <overtaken record or nothing>'   the start may run
 --          'stalled <fence> <stalls> '     lease taken, but the start must fail instead of running
 --          'done <token, and after a space what the start left to do>'
 --          'busy <ms left> <attempt of the holder>'                'not-mine'
+--          'busy-lock <ms left> <node of the holder>'      another task has the lock key
 --          'over-budget <ms to wait>'      a retry too many: it has its place in the queue of retries
 local token, id, ttl = ARGV[1], ARGV[2], tonumber(ARGV[10])
 
@@ -24,7 +27,8 @@ if ARGV[5] ~= '' and
   return 'not-mine'
 end
 
-local holder = redis.call('HGET', KEYS[1], 'token')
+local root, wanted = ARGV[16], ARGV[17]
+local holder, locked = unpack(redis.call('HMGET', KEYS[1], 'token', 'lock'))
 local unfinished = redis.call('ZCARD', KEYS[2])
 local stalls = unfinished
 if stalls > 0 and redis.call('ZSCORE', KEYS[2], token) then
@@ -32,6 +36,9 @@ if stalls > 0 and redis.call('ZSCORE', KEYS[2], token) then
 end
 if holder == token then
   redis.call('PEXPIRE', KEYS[1], ttl)
+  if locked and redis.call('HGET', root .. ':lock:' .. locked, 'token') == token then
+    redis.call('PEXPIRE', root .. ':lock:' .. locked, ttl)
+  end
   local state = 'held'
   if stalls > tonumber(ARGV[11]) then
     state = 'stalled'
@@ -47,6 +54,17 @@ end
 local follows = ARGV[4] ~= '' and (holder == ARGV[4] or (not holder and redis.call('ZSCORE', KEYS[2], ARGV[4])))
 if holder and not follows then
   return table.concat({'busy', redis.call('PTTL', KEYS[1]), redis.call('HGET', KEYS[1], 'attempt') or ''}, ' ')
+end
+
+-- Who has stalled too often only fails, and guards nothing. Before the budget: a wait for a lock costs no retry.
+local fails = not follows and stalls > tonumber(ARGV[11])
+local lock = wanted and not fails and root .. ':lock:' .. wanted
+local owner = lock and redis.call('HGET', lock, 'id')
+if owner and owner ~= id then
+  -- Of a lost answer, before the lease ran out: this start has not begun, so it cannot have stalled.
+  redis.call('ZREM', KEYS[2], token)
+  local about = string.match(redis.call('HGET', KEYS[6], owner) or '', '^%S+ %S+ %S+ %S+ (.*)$')
+  return table.concat({'busy-lock', redis.call('PTTL', lock), about and cjson.decode(about).node or ''}, ' ')
 end
 
 local now = redis.call('TIME')
@@ -114,8 +132,22 @@ if previous and string.match(previous, '^%S+ %S+ (%S+) ') ~= token then
   redis.call('HINCRBY', KEYS[9], 'stalls|' .. ARGV[8], 1)
 end
 
+-- The predecessor's lock key may be another one.
+if locked and locked ~= (lock and wanted) then
+  if redis.call('HGET', root .. ':lock:' .. locked, 'token') == holder then
+    redis.call('DEL', root .. ':lock:' .. locked)
+  end
+  redis.call('HDEL', KEYS[1], 'lock')
+end
 redis.call('SET', KEYS[8], fence_text, 'PX', ARGV[12])
 redis.call('HSET', KEYS[1], 'token', token, 'fence', fence_text, 'session', ARGV[7], 'attempt', ARGV[3])
+if lock then
+  redis.call('HSET', KEYS[1], 'lock', wanted)
+  redis.call('HSET', lock, 'id', id, 'token', token, 'fence', fence_text)
+  redis.call('PEXPIRE', lock, ttl)
+  -- For a beat that finds both of them run out.
+  redis.call('SET', root .. ':locking:' .. id, token .. ' ' .. wanted, 'PX', ARGV[12])
+end
 redis.call('PEXPIRE', KEYS[1], ttl)
 redis.call('HSET', KEYS[6], id, table.concat({now_ms, fence_text, token, ARGV[7], ARGV[9]}, ' '))
 redis.call('ZADD', KEYS[7], now_ms + ttl, id)

@@ -11,8 +11,9 @@
 -- ARGV[5]  a random value, the epoch of an empty store   ARGV[6]  ttl of bookkeeping keys, ms
 -- ARGV[7]  JSON of five lists: token, task id and task name of each lease; the tags of this session that live requests
 --          know, and those of its earlier ones
+-- ARGV[8]  what our keys begin with: names of lock keys, which the leases know, are made of it here
 -- Returns  {epoch, 'kept' | 'again' | 'begun' | 'lost' | '', a letter for each lease, unknown tags...}
---          Letters: 'h', held; 'l', lost, another start has it; 'i', idle, this start has not begun or has ended.
+--          Letters: 'h', held; 'l', lost, another start has it or another task its lock key; 'i', idle, this start has not begun or has ended.
 local session, ttl = ARGV[1], tonumber(ARGV[2])
 local time = redis.call('TIME')
 local now_ms = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
@@ -72,15 +73,32 @@ local function add(key, score, members, ...)
   return count
 end
 
+-- Renew a lock key, or take it again where it has run out; false when another task has it.
+local function keep(key, id, token, fence)
+  local lock = ARGV[8] .. ':lock:' .. key
+  local owner, by = unpack(redis.call('HMGET', lock, 'id', 'token'))
+  if owner and owner ~= id then
+    return false
+  end
+  if by ~= token then
+    redis.call('HSET', lock, 'id', id, 'token', token, 'fence', fence)
+  end
+  redis.call('PEXPIRE', lock, ttl)
+  return true
+end
+
 local letters, held = {}, {}
 for n, token in ipairs(tokens) do
   local lease, journal = KEYS[13 + 2 * n], KEYS[14 + 2 * n]
   local id = ids[n]
-  local holder = redis.call('HGET', lease, 'token')
+  local holder, key, fence = unpack(redis.call('HMGET', lease, 'token', 'lock', 'fence'))
   local letter = 'i'
   if holder == token then
-    redis.call('PEXPIRE', lease, ttl)
-    letter = 'h'
+    letter = 'l'
+    if not key or keep(key, id, token, fence) then
+      redis.call('PEXPIRE', lease, ttl)
+      letter = 'h'
+    end
   elseif holder then
     if redis.call('ZSCORE', journal, token) then
       letter = 'l'
@@ -89,14 +107,21 @@ for n, token in ipairs(tokens) do
     local last = redis.call('ZREVRANGE', journal, 0, 0, 'WITHSCORES')
     if last[1] == token and tonumber(last[2]) > 0 then
       -- It ran out (outage, eviction) and no later start has taken it: take it again under the same fence.
-      local fence = string.format('%.0f', tonumber(last[2]))
-      redis.call('HSET', lease, 'token', token, 'fence', fence, 'session', session, 'attempt', '')
-      redis.call('PEXPIRE', lease, ttl)
-      redis.call('SADD', KEYS[11], id)
-      if not redis.call('HGET', KEYS[9], id) then
-        redis.call('HSET', KEYS[9], id, table.concat({now_ms, fence, token, session, people(tasks[n])}, ' '))
+      fence = string.format('%.0f', tonumber(last[2]))
+      local by, wanted = string.match(redis.call('GET', ARGV[8] .. ':locking:' .. id) or '', '^(%S+) (.*)$')
+      letter = 'l'
+      if by ~= token or keep(wanted, id, token, fence) then
+        redis.call('HSET', lease, 'token', token, 'fence', fence, 'session', session, 'attempt', '')
+        if by == token then
+          redis.call('HSET', lease, 'lock', wanted)
+        end
+        redis.call('PEXPIRE', lease, ttl)
+        redis.call('SADD', KEYS[11], id)
+        if not redis.call('HGET', KEYS[9], id) then
+          redis.call('HSET', KEYS[9], id, table.concat({now_ms, fence, token, session, people(tasks[n])}, ' '))
+        end
+        letter = 'h'
       end
-      letter = 'h'
     elseif redis.call('ZSCORE', journal, token) then
       letter = 'l'
     end

@@ -19,7 +19,7 @@ BOOKKEEPING_TTL = timedelta(days=7)
 """Life of indexes and counters after the last beat of any worker: a fleet that is gone leaves nothing for ever."""
 
 KNOWN_LEASES = 10_000  # whose keys are kept packed from beat to beat, a fifth of a kilobyte each
-WORDS = 3 + 14 + 7  # EVALSHA, digest, number of keys, the keys that are always there, and the arguments
+WORDS = 3 + 14 + 8  # EVALSHA, digest, number of keys, the keys that are always there, and the arguments
 
 _RENEWALS = {renewal.value[0]: renewal for renewal in Renewal}
 
@@ -93,6 +93,7 @@ class BeatScript:
             uuid.uuid4().hex,
             milliseconds(BOOKKEEPING_TTL),
             json.dumps(held, separators=(",", ":")),
+            names.root,
         ]
         epoch, standing, renewals, *unknown = map(
             text,

@@ -39,6 +39,7 @@ class _Task:
     lease: _Held | None = None
     journal: dict[str, int] = field(default_factory=dict)
     inflight: _Held | None = None
+    locking: tuple[str, str] | None = None  # token and lock key of the last start that has one
 
 
 class MemoryLeaseStore:
@@ -69,6 +70,7 @@ class MemoryLeaseStore:
         self._waits: dict[str, timedelta] = {}
         self._tasks: dict[str, _Task] = {}
         self._done: dict[str, tuple[str, float, str]] = {}
+        self._locks: dict[str, _Held] = {}
         self._fence = 0
         self._lock = threading.RLock()
         self.counters: Counter[str] = Counter()
@@ -82,6 +84,7 @@ class MemoryLeaseStore:
             stalls = len(task.journal.keys() - {start.token})
             holder = task.lease
             if holder and holder.start.token == start.token:
+                # Its lock key is held for as long as this very record is.
                 holder.expires = self._clock() + self._ttl
                 return self._answer(start, holder.fence, stalls)
             if self._finished_by(start.marker):
@@ -92,6 +95,12 @@ class MemoryLeaseStore:
             )
             if holder and not follows:
                 return Busy(remaining=timedelta(seconds=holder.expires - self._clock()), attempt=holder.start.attempt)
+            key = start.lock_key if follows or stalls <= self._max_stalls else None
+            owner = self._owner(key) if key is not None else None
+            if owner and owner.start.task_id != start.task_id:
+                task.journal.pop(start.token, None)
+                remaining = timedelta(seconds=owner.expires - self._clock())
+                return Busy(remaining=remaining, attempt="", key=key, holder=owner.start.node)
             wait = self._wait_for_budget(start)
             if wait is not None:
                 return OverBudget(wait=wait)
@@ -104,7 +113,11 @@ class MemoryLeaseStore:
                 self.counters[f"stalls|{start.task_name}"] += 1
             fence = self._next_fence()
             now = self._clock()
+            self._give_up(task)
             task.lease = task.inflight = _Held(start, fence, acquired=now, expires=now + self._ttl)
+            if key is not None:
+                self._locks[key] = task.lease
+                task.locking = (start.token, key)
             if stalls <= self._max_stalls:
                 task.journal[start.token] = fence
                 self.counters[f"starts|{start.task_name}"] += 1
@@ -121,7 +134,8 @@ class MemoryLeaseStore:
                 self._forget(start.task_id, task)
                 finished_by = self._finished_by(start.marker)
                 return task.lease is None and finished_by in (None, start.token)
-            task.lease = None
+            self._give_up(task)
+            task.locking = None
             if ended:
                 task.journal.clear()
             else:
@@ -149,7 +163,7 @@ class MemoryLeaseStore:
             task = self._task(start.task_id)
             counted = start.token not in task.journal
             if task.lease and task.lease.start.token == start.token:
-                task.lease = None
+                self._give_up(task)
             if task.inflight and task.inflight.start.token == start.token:
                 task.inflight = None
                 counted = True
@@ -174,7 +188,7 @@ class MemoryLeaseStore:
                 if session is not None and start.start.session != session:
                     continue
                 if lease and lease.start.token == start.start.token:
-                    task.lease = None
+                    self._give_up(task)
                 task.inflight = None
                 self.counters[f"stalls|{start.start.task_name}"] += 1
                 stalls.append(self._stall(task_id, task, start))
@@ -207,6 +221,29 @@ class MemoryLeaseStore:
             task.lease = None
         return task
 
+    def _owner(self, key: str) -> _Held | None:
+        owner = self._locks.get(key)
+        if owner and owner.expires <= self._clock():
+            del self._locks[key]
+            return None
+        return owner
+
+    def _give_up(self, task: _Task) -> None:
+        """End the lease, and what it holds of a lock key."""
+        lease, task.lease = task.lease, None
+        if lease and task.locking and self._locks.get(task.locking[1]) is lease:
+            del self._locks[task.locking[1]]
+
+    def _keeps_lock(self, task: _Task, held: _Held) -> bool:
+        """Take the lock key of a start again, if it is free; ``False`` when another task has it."""
+        if task.locking is None or task.locking[0] != held.start.token:
+            return True
+        owner = self._owner(task.locking[1])
+        if owner and owner.start.task_id != held.start.task_id:
+            return False
+        self._locks[task.locking[1]] = held
+        return True
+
     def _forget(self, task_id: str, task: _Task) -> None:
         """A process that runs eager tasks for months must not remember each of them."""
         if not (task.lease or task.journal or task.inflight):
@@ -219,8 +256,13 @@ class MemoryLeaseStore:
                 if task.journal[start.token] < 0:
                     return Renewal.LOST
                 now = self._clock()
-                task.lease = _Held(start, task.journal[start.token], acquired=now, expires=now)
+                again = _Held(start, task.journal[start.token], acquired=now, expires=now)
+                if not self._keeps_lock(task, again):
+                    return Renewal.LOST
+                task.lease = again
                 task.inflight = task.inflight or task.lease
+            elif not self._keeps_lock(task, task.lease):
+                return Renewal.LOST
             task.lease.expires = self._clock() + self._ttl
             if task.inflight and task.inflight.start.token == start.token:
                 task.inflight.expires = task.lease.expires

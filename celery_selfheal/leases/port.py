@@ -28,6 +28,7 @@ class Start:
         tag: Delivery tag whose ownership is checked in the same step; ``None`` where the broker has no such record.
         node: Worker node name. For people; never compared.
         pid: Process that runs the worker's main loop. For people.
+        lock_key: No two tasks with the same one run at the same time. Main does not know it; whoever acquires must.
         deadline_seconds: Longest run time after which the lease is not renewed; ``None`` without a limit.
     """
 
@@ -103,15 +104,19 @@ class StalledOut:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """Another start holds the lease.
+    """Another start holds the lease, or another task the lock key.
 
     Attributes:
         remaining: Until its lease expires, if nobody renews it.
-        attempt: Which attempt holds it.
+        attempt: Which attempt holds it; empty where it is another task.
+        key: The lock key that another task has; ``None`` where another start has the id.
+        holder: Node name of the worker where that task runs; empty where nobody knows. For people.
     """
 
     remaining: timedelta
     attempt: str
+    key: str | None = None
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +154,14 @@ class Renewal(enum.Enum):
     """This start has not begun, or has ended: there is nothing to renew."""
 
 
+def renewal_of(outcome: Outcome) -> Renewal:
+    """What it means for a start that runs to acquire once more, after the store was emptied."""
+    if isinstance(outcome, Acquired):
+        return Renewal.HELD
+    # Another start was quicker, or another task has the lock key now.
+    return Renewal.LOST if isinstance(outcome, Busy) else Renewal.IDLE
+
+
 class LeaseStore(Protocol):
     """Keeps leases, the journal and the done markers. Its own clock judges expiry.
 
@@ -157,7 +170,11 @@ class LeaseStore(Protocol):
     """
 
     def acquire(self, start: Start) -> Outcome:
-        """Take the lease of the start's task, tested in this order: mine already, done, busy, budget, stalled, free."""
+        """Take the lease of the start's task, and its lock key with it, or neither.
+
+        Tested in this order: mine already, done, busy, lock key of another task, budget, stalled, free. A start that
+        stalled too often takes no lock key. All other methods know the lock key by the lease.
+        """
 
     def release(
         self, start: Start, *, ended: bool, marker: bool, state: str, acknowledge: bool = False, failure: str = ""
@@ -173,7 +190,10 @@ class LeaseStore(Protocol):
         """
 
     def renew(self, starts: Sequence[Start]) -> list[Renewal]:
-        """Set the expiry of each lease to the store's now plus the TTL; a lease that ran out untaken is taken again."""
+        """Set the expiry of each lease to the store's now plus the TTL; a lease that ran out untaken is taken again.
+
+        A start whose lock key another task has is lost, though it has its lease.
+        """
 
     def abandon(self, start: Start) -> int | None:
         """Count a start whose process died and free its lease.

@@ -26,6 +26,7 @@ from celery_selfheal.leases.port import (
     Stall,
     StalledOut,
     Start,
+    renewal_of,
 )
 from celery_selfheal.leases.scripts import Script, answering, text
 from celery_selfheal.redis_wire import Word, milliseconds, packed
@@ -35,8 +36,8 @@ PACKAGE = "celery_selfheal.leases"
 
 KNOWN_TASKS = 1_000  # task names whose part of a call is kept packed, half a kilobyte each
 # EVALSHA, digest, number of keys, the keys that are always there, and the arguments.
-ACQUIRE_WORDS = 3 + 10 + 15
-RELEASE_WORDS = 3 + 7 + 8
+ACQUIRE_WORDS = 3 + 10 + 16
+RELEASE_WORDS = 3 + 7 + 9
 
 
 class RedisLeaseStore:
@@ -86,12 +87,13 @@ class RedisLeaseStore:
         """See ``LeaseStore.acquire``: one round trip, the ownership of the delivery included."""
         names = self._keys
         tag = self._tag_of(start)
+        lock = () if start.lock_key is None else (packed([start.lock_key]),)
         keys, arguments = self._of_acquire(
             start.session, start.task_name, start.node, start.pid, start.deadline_seconds, bool(tag)
         )
         reply = text(
             self._acquire.send(
-                ACQUIRE_WORDS + (2 if tag else 0),
+                ACQUIRE_WORDS + (2 if tag else 0) + len(lock),
                 b"$2\r\n12\r\n" if tag else b"$2\r\n10\r\n",
                 packed(
                     [
@@ -104,6 +106,7 @@ class RedisLeaseStore:
                 keys,
                 packed([start.token, start.task_id, start.attempt, start.predecessor or "", tag, start.turn]),
                 arguments,
+                *lock,
             )
         )
         state, _, rest = reply.partition(" ")
@@ -116,6 +119,10 @@ class RedisLeaseStore:
         if state == "busy":
             left_ms, _, attempt = rest.partition(" ")
             return Busy(remaining=timedelta(milliseconds=max(0, int(left_ms))), attempt=attempt)
+        if state == "busy-lock":
+            left_ms, _, node = rest.partition(" ")
+            remaining = timedelta(milliseconds=max(0, int(left_ms)))
+            return Busy(remaining=remaining, attempt="", key=start.lock_key, holder=node)
         fence, unfinished, overtaken = rest.split(" ", 2)
         lease = Lease(task_id=start.task_id, token=start.token, fence=int(fence))
         stalls = int(unfinished)
@@ -149,6 +156,7 @@ class RedisLeaseStore:
                     tag,
                     f" {failure}" if failure else "",
                     start.session,
+                    names.root,
                 ]
             ),
         )
@@ -161,8 +169,8 @@ class RedisLeaseStore:
         if self._epoch not in (None, epoch):
             # The store was emptied: what runs takes its lease anew, under the token that its child knows.
             for n, start in enumerate(starts):
-                if renewals[n] is Renewal.IDLE and isinstance(self.acquire(start), Acquired):
-                    renewals[n] = Renewal.HELD
+                if renewals[n] is Renewal.IDLE:
+                    renewals[n] = renewal_of(self.acquire(start))
         self._epoch = epoch
         return renewals
 
@@ -179,7 +187,7 @@ class RedisLeaseStore:
                 names.held(start.session),
                 names.counters,
             ],
-            [start.token, start.task_id, milliseconds(JOURNAL_TTL), start.task_name, start.session],
+            [start.token, start.task_id, milliseconds(JOURNAL_TTL), start.task_name, start.session, names.root],
         )
         return None if unfinished < 0 else int(unfinished)
 
@@ -223,7 +231,7 @@ class RedisLeaseStore:
                     names.counters,
                     names.session(session or ""),
                 ],
-                [task_id, session or "", f"stalls|{start.task_name if start else ''}", raw or ""],
+                [task_id, session or "", f"stalls|{start.task_name if start else ''}", raw or "", names.root],
             )
             if start and unfinished >= 0:
                 yield start.stall(task_id, now_ms=now_ms, unfinished_starts=unfinished)
@@ -236,7 +244,7 @@ class RedisLeaseStore:
         if has_tag and self._unacked:
             keys += [self._unacked.unacked, names.owned(session)]
         about = record.encode(task_name, node=node, pid=pid, deadline_seconds=deadline_seconds)
-        return packed(keys), packed([session, task_name, about, *self._limits])
+        return packed(keys), packed([session, task_name, about, *self._limits, names.root])
 
     def _words_of_release(self, session: str, has_tag: bool) -> bytes:
         names = self._keys

@@ -7,9 +7,10 @@
 -- ARGV[4]  ttl of the done marker, ms; '' leaves none      ARGV[5]  event to count: 'state|task'
 -- ARGV[6]  delivery tag to acknowledge in the same step, or ''   ARGV[8]  session
 -- ARGV[7]  what the marker holds after the token: '' or a space and what is left to do
+-- ARGV[9]  what our keys begin with: the name of the lock key, which the lease knows, is made of it here
 -- Returns  1, or 0 when another start holds the lease or has finished the task since
 local token, id = ARGV[1], ARGV[2]
-local holder = redis.call('HGET', KEYS[1], 'token')
+local holder, locked = unpack(redis.call('HMGET', KEYS[1], 'token', 'lock'))
 -- An evicted or expired lease that nobody has taken since is still ours to settle.
 local mine = holder == token or (not holder and redis.call('ZREVRANGE', KEYS[2], 0, 0)[1] == token)
 
@@ -30,6 +31,12 @@ if not mine then
   return 1
 end
 
+if locked and redis.call('HGET', ARGV[9] .. ':lock:' .. locked, 'token') == token then
+  redis.call('DEL', ARGV[9] .. ':lock:' .. locked)
+end
+if locked or not holder then
+  redis.call('DEL', ARGV[9] .. ':locking:' .. id)
+end
 if ARGV[3] == 'ended' then
   redis.call('DEL', KEYS[1], KEYS[2])
 else

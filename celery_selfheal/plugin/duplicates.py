@@ -12,7 +12,7 @@ from celery.canvas import Signature
 from celery.exceptions import Ignore
 from kombu.utils.json import dumps, loads
 
-from celery_selfheal.arguments import key_of, payload_hash, shortened
+from celery_selfheal.arguments import key_of, payload_hash, shortened, template_of
 from celery_selfheal.dedup.payload import decode
 from celery_selfheal.dedup.port import Finished, Job
 from celery_selfheal.leases.port import Start
@@ -116,7 +116,8 @@ def leave_parked(task: Any, plugin: Plugin, running: Running, patience: timedelt
 
 
 def _job_key(task: Any, task_id: str, nesting: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    if task.idempotency_key is not None:
-        return key_of(where_of(task), "idempotency_key", task.idempotency_key, task.run, args, kwargs)
+    template = template_of(task, "idempotency_key")
+    if template is not None:
+        return key_of(where_of(task), "idempotency_key", template, task.run, args, kwargs)
     # A task that replaces itself keeps its id, and is another job all the same.
     return shortened(f"{task.name}:{task_id}" + (f":{nesting}" if nesting else ""))

@@ -41,7 +41,8 @@ def settle(one: Interruption, *, worker: Worker, settling: Settling, progress: P
     else:
 
         def heal() -> None:
-            if one.why is not Doom.TAKEN_OVER:
+            # Whose lock key was taken has the lease of its id all the same.
+            if one.why is not Doom.TAKEN_OVER or settling.holds(start):
                 progress.save_last(request)
                 settling.release_handed_over(start)
             settling.hand_over_started(start)

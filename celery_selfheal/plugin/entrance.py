@@ -17,6 +17,7 @@ from celery_selfheal.errors import StalledTooOften, StoreError
 from celery_selfheal.leases.port import (
     AlreadyDone,
     Busy,
+    Lease,
     LeaseStore,
     NotMine,
     Outcome,
@@ -27,6 +28,7 @@ from celery_selfheal.leases.port import (
 from celery_selfheal.plugin.body import Body
 from celery_selfheal.plugin.death import leave_as_before
 from celery_selfheal.plugin.install import Plugin
+from celery_selfheal.plugin.lock_key import pause_or_refusal
 from celery_selfheal.plugin.next_attempt import STORE_PAUSE_SECONDS
 from celery_selfheal.plugin.on_commit import AfterCommit
 from celery_selfheal.plugin.parking import park
@@ -61,13 +63,19 @@ def start_of(task: Any) -> Start | None:
     )
 
 
-def enter(task: Any, plugin: Plugin, start: Start, leases: LeaseStore, body: Body) -> Running:
-    """Take the lease, or leave by Celery's ways."""
+def enter(task: Any, plugin: Plugin, start: Start, leases: LeaseStore, body: Body) -> Running | None:
+    """Take the lease, and the lock key if the task has one; or leave by Celery's ways.
+
+    Returns:
+        ``None`` where another task has the lock key, and this one is to be skipped then.
+    """
     body.refuse_while_draining()
     outcome = _acquire(task, leases, start, patience=plugin.settings.lease_ttl)
     if isinstance(outcome, OverBudget):
         park(task, plugin, start, outcome.wait, paid=True)
         raise Ignore(f"the retry budget is used up; the retry waits {outcome.wait.total_seconds():.1f} s longer")
+    if isinstance(outcome, Busy) and outcome.key is not None:
+        return _without_lock(task, plugin, start, leases, body, outcome)
     if isinstance(outcome, Busy):
         is_twin = outcome.attempt in ("", start.attempt)
         patience = outcome.remaining if is_twin else min(outcome.remaining, SUCCESSOR_PATIENCE)
@@ -87,6 +95,22 @@ def enter(task: Any, plugin: Plugin, start: Start, leases: LeaseStore, body: Bod
         stall = asdict(outcome.overtaken)
         stall.pop("token")
         plugin.tell(TaskStalled(reason="lease ran out", **stall))
+    return running
+
+
+def _without_lock(
+    task: Any, plugin: Plugin, start: Start, leases: LeaseStore, body: Body, busy: Busy
+) -> Running | None:
+    """As the task's ``lease_busy`` says: the body does not run, and there is no lease to give back."""
+    if task.lease_busy == "skip":
+        return None
+    decision = pause_or_refusal(task, busy)
+    if isinstance(decision, timedelta):
+        park(task, plugin, start, decision, paid=False, for_lock=True)
+        raise Ignore(f"parked: another task has the lock key {busy.key!r}")
+    nothing = Lease(task_id=start.task_id, token=start.token, fence=0)
+    running = Running(start, nothing, leases, plugin.tell, AfterCommit(task, plugin), body, refused=decision)
+    task.request.selfheal_running = running
     return running
 
 

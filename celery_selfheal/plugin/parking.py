@@ -19,13 +19,15 @@ from celery_selfheal.plugin.running import context_of
 logger = logging.getLogger("celery_selfheal")
 
 
-def park(task: Any, plugin: Plugin, start: Start, patience: timedelta, *, paid: bool) -> None:
+def park(task: Any, plugin: Plugin, start: Start, patience: timedelta, *, paid: bool, for_lock: bool = False) -> None:
     """Replace the delivery by a copy that comes back after ``patience`` and a little chance.
 
     Args:
         paid: The copy has its place in the retry budget.
+        for_lock: It waits for a lock key, which is counted.
     """
     seconds = patience.total_seconds() * (1 + jitter().uniform(0, 0.25))
+    lock_waits = int(context_of(task.request).get("lock_waits") or 0) + for_lock
     deliveries = plugin.stores.deliveries
     logger.info("parked: %s[%s] for %.1f s", task.name, start.task_id, seconds)
     if deliveries is None or start.tag is None:
@@ -34,14 +36,16 @@ def park(task: Any, plugin: Plugin, start: Start, patience: timedelta, *, paid: 
             countdown=least_countdown(task.app, seconds),
             retries=task.request.retries,
             expires=None,
-            headers=_parked_headers(task, start, paid=paid),
+            headers={**_parked_headers(task, start, paid=paid), names.LOCK_WAITS: lock_waits},
         )
         with plugin.publisher.producer() as producer:
             signature.apply_async(producer=producer)
         return
     eta = (utc_now() + timedelta(seconds=seconds)).isoformat()
     for delivery in deliveries.named(start.session, [start.tag]):
-        message = Envelope.decode(delivery.message).parked(eta=eta, paid=paid)
+        message = Envelope.decode(delivery.message).parked(
+            eta=eta, paid=paid, lock_waits=lock_waits if for_lock else None
+        )
         deliveries.settle(delivery, session=start.session, message=message, dead=False, front=False)
 
 

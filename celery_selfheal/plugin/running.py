@@ -10,7 +10,7 @@ from typing import Any
 from celery.exceptions import Reject
 
 from celery_selfheal.dedup.port import Job
-from celery_selfheal.errors import StalledTooOften, StoreError
+from celery_selfheal.errors import LeaseBusy, StalledTooOften, StoreError
 from celery_selfheal.leases.port import Lease, LeaseStore, Renewal, Start
 from celery_selfheal.plugin.body import Body
 from celery_selfheal.plugin.next_attempt import NextAttempt
@@ -31,6 +31,7 @@ class Running:
         gave_up: What ``self.retry()`` raised when it found its attempts used up.
         is_disowned: The message is somebody else's now, and its next attempt, too.
         stalled: Why the body must not run: too many starts of it never ended.
+        refused: Why the body must not run: another task has the lock key. There is no lease then.
         session: Of SQLAlchemy, while the body runs in a transaction of ours.
         job: What the start has an effect on record for.
         body: Calls the user's code, and knows whether it must end.
@@ -52,6 +53,7 @@ class Running:
     gave_up: Exception | None = None
     is_disowned: bool = False
     stalled: StalledTooOften | None = None
+    refused: LeaseBusy | None = None
     session: Any = None
     job: Job | None = None
     is_parked: bool = False
@@ -95,6 +97,7 @@ class CurrentLease:
 
     Attributes:
         token: Proves who holds it.
+        key: The lock key; ``None`` for a task without ``lease_key``.
         fence: Grows with each acquisition: hand it to whatever you write to, and let that refuse a smaller one.
         expires_at: Until then nobody else can take it, by this host's clock: reckoned from the last heartbeat that
             was answered.
@@ -102,6 +105,7 @@ class CurrentLease:
 
     task_id: str
     token: str
+    key: str | None
     fence: int
     expires_at: datetime
 
@@ -114,6 +118,7 @@ class CurrentLease:
         return cls(
             task_id=running.start.task_id,
             token=running.lease.token,
+            key=running.start.lock_key,
             fence=running.lease.fence,
             expires_at=datetime.fromtimestamp(confirmed_at, timezone.utc) + plugin.settings.lease_ttl,
         )

@@ -101,6 +101,10 @@ class Settling:
                 logger.exception("a settlement failed, and will be tried again")
                 self._pending.append(settle)
 
+    def holds(self, start: Start) -> bool:
+        """Whether a start has the lease of its task."""
+        return self._stores.leases.is_held(start.task_id, start.token)
+
     def release(self, start: Start, *, ended: bool, marker: bool, state: str, failure: str = "") -> None:
         """Give a lease back."""
         self._stores.leases.release(start, ended=ended, marker=marker, state=state, failure=failure)

@@ -26,6 +26,7 @@ from celery_selfheal.plugin.death import failure_of
 from celery_selfheal.plugin.duplicates import Replaced
 from celery_selfheal.plugin.entrance import enter, start_of
 from celery_selfheal.plugin.install import Plugin, install, is_built_in, plugin_of
+from celery_selfheal.plugin.lock_key import SKIPPED, check_lock_options, with_lock_key
 from celery_selfheal.plugin.next_attempt import STORE_PAUSE_SECONDS, NextAttempt, send_retries
 from celery_selfheal.plugin.on_commit import AfterCommit
 from celery_selfheal.plugin.once import check_options, mark_dispatched, run_body, run_or_fail
@@ -74,6 +75,12 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         max_runtime: Seconds that one start may run; then it is ended, which counts as an attempt. By default
             ``selfheal_max_runtime``, else the time limit.
         stall_after: Seconds without ``self.heartbeat()`` after which a start is taken for hung, and ended.
+        lease_key: No two tasks with the same key run at the same time: a template over the arguments,
+            ``"account:{account_id}"``, or a callable that gets them. Tasks of other names that give the same key count.
+        lease_busy: While another task has the key: ``"wait"`` comes back later and uses no retry, ``"skip"`` returns
+            ``SKIPPED``, ``"fail"`` raises ``LeaseBusy``.
+        lease_wait_max: Seconds since the message was first published after which waiting ends in ``LeaseBusy``;
+            ``None``: it waits for ever.
     """
 
     abstract = True
@@ -103,6 +110,10 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
     max_runtime: float | None = None
     stall_after: float | None = None
 
+    lease_key: KeyTemplate | None = None
+    lease_busy: str = "wait"
+    lease_wait_max: float | None = None
+
     retry_policy: RetryPolicy
     #: Celery wraps ``run`` of tasks that lack it; ours are retried outside of the body, by ``__call__``.
     _orig_run = None
@@ -129,6 +140,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
         plugin = install(app)
         cls.retry_policy = policy_of(cls, base=SelfHealTask, default_retry_for=plugin.autoretry_for)
         check_options(cls, plugin, f"task {cls.name}", body_of(cls))
+        check_lock_options(cls, plugin, f"task {cls.name}", body_of(cls))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the body under a lease. A direct call, ``task(...)``, runs the plain body."""
@@ -141,11 +153,14 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             return self.run(*args, **kwargs)
         leases: LeaseStore = plugin.eager_leases if request.is_eager else plugin.stores.leases
         with body_of_start(start, None if request.is_eager else plugin.slots) as body:
-            return self._attempt(plugin, enter(self, plugin, start, leases, body), args, kwargs)
+            running = enter(self, plugin, with_lock_key(self, start, args, kwargs), leases, body)
+            return SKIPPED if running is None else self._attempt(plugin, running, args, kwargs)
 
     def _attempt(self, plugin: Plugin, running: Running, args: Any, kwargs: Any) -> Any:
         """Run the body, and judge how it ends."""
         try:
+            if running.refused is not None:
+                raise running.refused
             if running.stalled is not None:
                 return run_or_fail(self, plugin, running, running.stalled, args, kwargs)
             result = run_body(self, plugin, running, args, kwargs)
@@ -180,7 +195,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
     def lease(self) -> CurrentLease | None:
         """Lease of the running start; ``None`` outside of one."""
         running = running_of(self.request)
-        return CurrentLease.of(running, plugin_of(self.app)) if running else None
+        return CurrentLease.of(running, plugin_of(self.app)) if running and not running.refused else None
 
     @property
     def is_draining(self) -> bool:
@@ -357,6 +372,8 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             # Main gives the lease back, with the message.
             return
         self.request.selfheal_running = None
+        if running.refused is not None:
+            return
         # The result could not be stored, say: the message must come back, so nothing may say that it is done.
         unfinished = sys.exc_info()[1] is not None
         requeued = isinstance(retval, Reject) and retval.requeue

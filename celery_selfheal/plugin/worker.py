@@ -26,6 +26,7 @@ from celery_selfheal.plugin.announcement import announce, limit_of, own_limit_of
 from celery_selfheal.plugin.ended_by_main import settle
 from celery_selfheal.plugin.install import Plugin, reaper_of
 from celery_selfheal.plugin.interrupt import LOOK, Interruption, Interruptions
+from celery_selfheal.plugin.lock_key import completed
 from celery_selfheal.plugin.outbox import outbox_ticker
 from celery_selfheal.plugin.progress import ProgressKeeper
 from celery_selfheal.plugin.settling import RESTART_JITTER, Settling
@@ -94,6 +95,7 @@ class Worker:
             self,
             new_session=self._new_session,
             together=stores.together,
+            completed=self._completed,
         )
         self._reaper: Reaper = reaper_of(
             plugin,
@@ -420,6 +422,10 @@ class Worker:
         """The request whose start has this token, while anybody holds it."""
         reference = self._requests.get(token)
         return reference() if reference else None
+
+    def _completed(self, start: Start) -> Start:
+        request = self.request_of(start.token)
+        return start if request is None else completed(request)
 
     def _hand_over_started(self, request: Any) -> None:
         self._progress.save_last(request)

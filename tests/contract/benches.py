@@ -80,7 +80,13 @@ class LeaseBench(Protocol):
     store: LeaseStore
 
     def run_out(self, task_id: str) -> None:
-        """The lease of the task expires now."""
+        """The lease of the task expires now, and its lock key with it."""
+
+    def lose_lock(self, lock_key: str) -> None:
+        """The lock key alone is gone, as by an eviction."""
+
+    def lock_holder(self, lock_key: str) -> str | None:
+        """Token that has the lock key."""
 
     def lose_marker(self, marker: str) -> None:
         """The done marker expires now."""
@@ -136,8 +142,18 @@ class RedisBench:
         )
 
     def run_out(self, task_id: str) -> None:
+        lock_key = self.client.hget(KEYS.lease(task_id), "lock")
+        if lock_key:
+            self.client.delete(KEYS.lock(lock_key.decode()))
         self.client.delete(KEYS.lease(task_id))
         self.client.zadd(KEYS.index, {task_id: 1}, xx=True)
+
+    def lose_lock(self, lock_key: str) -> None:
+        self.client.delete(KEYS.lock(lock_key))
+
+    def lock_holder(self, lock_key: str) -> str | None:
+        token = self.client.hget(KEYS.lock(lock_key), "token")
+        return token.decode() if token else None
 
     def lose_marker(self, marker: str) -> None:
         self.client.delete(KEYS.done(marker))
@@ -224,6 +240,13 @@ class MemoryBench:
             task.lease.expires = self.now
         if task and task.inflight:
             task.inflight.expires = self.now
+
+    def lose_lock(self, lock_key: str) -> None:
+        self.store._locks.pop(lock_key, None)
+
+    def lock_holder(self, lock_key: str) -> str | None:
+        owner = self.store._owner(lock_key)
+        return owner.start.token if owner else None
 
     def lose_marker(self, marker: str) -> None:
         self.store._done.pop(marker, None)

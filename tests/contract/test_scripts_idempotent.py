@@ -261,7 +261,57 @@ def _fetch_without_session(stage: Stage) -> Step:
     return lambda: stage.broker.fetch(session="w9")
 
 
+def _locked(stage: Stage, **options: Any) -> Start:
+    return _received(stage, lock_key="account:1", **options)
+
+
+def _lock_is_busy(stage: Stage) -> Start:
+    stage.started("t2", session="w2", lock_key="account:1")
+    return _locked(stage)
+
+
+def _release_locked(stage: Stage) -> Step:
+    start = stage.started(lock_key="account:1")
+    return lambda: stage.ended(start)
+
+
+def _abandon_locked(stage: Stage) -> Step:
+    start = stage.started(lock_key="account:1")
+    return lambda: stage.leases.abandon(start)
+
+
+def _expire_locked(stage: Stage) -> Step:
+    stage.started(lock_key="account:1")
+    stage.sessions.leave(W1)
+    seen = [("t1", stage.client.hget(stage.keys.inflight, "t1"))]
+    return lambda: list(stage.leases._expire_each("w1", seen, now_ms=0))
+
+
+def _beat_locked(stage: Stage) -> Step:
+    held, run_out = stage.started("t1", lock_key="account:1"), stage.stalled("t2", lock_key="account:2")
+    lost = stage.started("t3", lock_key="account:3")
+    stage.bench.lose_lock("account:3")
+    stage.started("t4", session="w2", lock_key="account:3")
+    starts = [held, run_out, lost]
+    tags = [str(start.tag) for start in starts]
+    return lambda: stage.sessions.beat(W1, join=False, starts=starts, tags=tags)
+
+
 CASES = {
+    "acquire: with a lock key": Case("acquire", _acquire(_locked)),
+    "acquire: lock key is busy": Case("acquire", _acquire(_lock_is_busy)),
+    "acquire: retry with a lock key": Case(
+        "acquire",
+        _acquire(
+            lambda stage: _locked(
+                stage, retries=1, after=stage.started(session="w2", lock_key="account:2"), turn="retry"
+            )
+        ),
+    ),
+    "release: with a lock key": Case("release", _release_locked),
+    "abandon: with a lock key": Case("abandon", _abandon_locked),
+    "expire: session, with a lock key": Case("expire", _expire_locked),
+    "beat: with lock keys": Case("beat", _beat_locked),
     "acquire: free": Case("acquire", _acquire(_received)),
     "acquire: taken over": Case("acquire", _acquire(_overtakes)),
     "acquire: stalled too often": Case("acquire", _acquire(_stalled_too_often)),
@@ -325,6 +375,7 @@ def test_second_run_changes_nothing(stage: Stage, case: Case) -> None:
 
 
 READS_ONLY = {
+    "acquire: lock key is busy",
     "acquire: busy",
     "acquire: done",
     "acquire: not mine",

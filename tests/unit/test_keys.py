@@ -12,7 +12,10 @@ KEYS = Keys(prefix="selfheal", app="shop")
 
 NAMES: dict[str, Callable[[str], str]] = {
     kind: getattr(KEYS, kind)
-    for kind in ("lease", "journal", "done", "held", "budget", "wait", "claim", "session", "owned", "host")
+    for kind in (
+        *("lease", "lock", "locking", "journal", "done", "held", "budget", "wait", "progress", "claim"),
+        *("session", "owned", "host"),
+    )
 }
 SINGLE = ("inflight", "index", "fence", "counters", "sessions", "about", "pulse", "grace", "epoch", "leader")
 

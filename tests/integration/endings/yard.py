@@ -54,7 +54,11 @@ class Yard:
 
     Attributes:
         settings: Celery's and ours, for producer and workers alike; to be set before first use.
+        module: The workers' app, in the folder ``apps``.
     """
+
+    module = "dock"
+    apps = APPS
 
     def __init__(
         self, kind: str, broker: str, redis: RedisServer, folder: Path, *, name: str, leases: RedisServer | None = None
@@ -100,7 +104,7 @@ class Yard:
     def start(self, name: str, **options: Any) -> WorkerProcess:
         """Start a worker and wait until it is ready."""
         worker = WorkerProcess(
-            "dock", cwd=self.folder, log=self.folder / f"{name}.log", name=name, env=self._env(), **options
+            self.module, cwd=self.folder, log=self.folder / f"{name}.log", name=name, env=self._env(), **options
         )
         self.workers.append(worker)
         worker.start()
@@ -108,7 +112,7 @@ class Yard:
         return worker
 
     def send(self, task: str, *args: Any, task_id: str, **options: Any) -> Any:
-        return self.app.send_task(f"dock.{task}", args, task_id=task_id, **options)
+        return self.app.send_task(f"{self.module}.{task}", args, task_id=task_id, **options)
 
     def entries(self, event: str = "", task_id: str = "") -> list[Entry]:
         # A line that is just being written has no end yet.
@@ -197,5 +201,5 @@ class Yard:
             "DOCK_RESULTS": self._results,
             "DOCK_SETTINGS": json.dumps(self.settings),
             "DOCK_DIARY": str(self._diary),
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(APPS), os.environ.get("PYTHONPATH")])),
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(self.apps), os.environ.get("PYTHONPATH")])),
         }

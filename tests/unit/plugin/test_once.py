@@ -226,3 +226,16 @@ def test_missing_table_says_what_to_do(tmp_path: Path) -> None:
 
     with pytest.raises(SettingsError, match="run: celery -A proj selfheal db upgrade"):
         pay.apply(throw=True)
+
+
+def test_callable_idempotency_key_gets_what_the_body_gets(app: Celery) -> None:
+    runs = []
+
+    @app.task(base=SelfHealTask, dedup="claim", idempotency_key=lambda order, note="": f"pay:{order}")
+    def pay(order: int, note: str = "") -> None:
+        runs.append(order)
+
+    pay.apply((1,)).get()
+    pay.apply(kwargs={"order": 1}).get()
+
+    assert runs == [1]
