@@ -11,7 +11,7 @@ from celery_selfheal.arguments import check_template
 from celery_selfheal.dedup.port import Finished, Granted, Job
 from celery_selfheal.errors import SettingsError
 from celery_selfheal.plugin.claimed import run_claimed
-from celery_selfheal.plugin.duplicates import answer, job_of, make_job
+from celery_selfheal.plugin.duplicates import answer, job_of, make_job, where_of
 from celery_selfheal.plugin.install import Plugin
 from celery_selfheal.plugin.running import Running
 
@@ -21,7 +21,7 @@ MAX_NAME_CHARACTERS = 255  # of the column job_name
 MODES = ("transaction", "claim", "redis")
 
 
-def check_options(task: Any, plugin: Plugin, where: str, body: Any) -> None:
+def check_options(task: Any, where: str, body: Any) -> None:
     """Check what a task declares about its effects, when it is defined.
 
     Raises:
@@ -47,14 +47,26 @@ def check_options(task: Any, plugin: Plugin, where: str, body: Any) -> None:
                 " or take it out",
                 "idempotency_key",
             )
-    settings = plugin.settings
-    has_database = any(one is not None for one in (settings.database_url, settings.engine, settings.sessionmaker))
-    if task.dedup in ("transaction", "claim") and not has_database:
-        raise SettingsError(
-            f"{where}: dedup={task.dedup!r} needs a database: set selfheal_database_url, selfheal_engine or"
-            " selfheal_sessionmaker",
-            "dedup",
-        )
+
+
+def check_has_database(app: Any, plugin: Plugin) -> None:
+    """Check, when a worker starts, that there is a database for the tasks which need one.
+
+    Not where they are defined: Celery shares tasks among the applications of a process, and another one of them need
+    not have it.
+
+    Raises:
+        SettingsError: names one of the tasks, and the remedy.
+    """
+    if plugin.settings.has_database:
+        return
+    for task in app.tasks.values():
+        if getattr(task, "dedup", None) in ("transaction", "claim"):
+            raise SettingsError(
+                f"{where_of(task)}: dedup={task.dedup!r} needs a database: set selfheal_database_url, selfheal_engine"
+                " or selfheal_sessionmaker",
+                "dedup",
+            )
 
 
 def run_body(task: Any, plugin: Plugin, running: Running, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -18,6 +18,7 @@ from celery_selfheal.plugin.brokers.wait import Idle, Waiter
 from celery_selfheal.plugin.database import check_database
 from celery_selfheal.plugin.death import death_of_message
 from celery_selfheal.plugin.install import Plugin, plugin_of
+from celery_selfheal.plugin.once import check_has_database
 from celery_selfheal.plugin.pool_limits import warn_of_pool
 from celery_selfheal.plugin.reserved import hand_over_reserved
 from celery_selfheal.plugin.slots import Slots
@@ -54,6 +55,7 @@ class SelfHealStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
             _check_not_consumed(parent.app, plugin)
             server = lease_server(parent.app, plugin.settings)
             _check_reachable(server, plugin.settings)
+            check_has_database(parent.app, plugin)
             check_database(plugin)
         except SelfHealError as exc:
             logger.critical("celery_selfheal refuses to start: %s", exc)

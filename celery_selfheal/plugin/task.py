@@ -139,7 +139,7 @@ class SelfHealTask(Task):  # type: ignore[misc]  # Celery is untyped
             return
         plugin = install(app)
         cls.retry_policy = policy_of(cls, base=SelfHealTask, default_retry_for=plugin.autoretry_for)
-        check_options(cls, plugin, f"task {cls.name}", body_of(cls))
+        check_options(cls, f"task {cls.name}", body_of(cls))
         check_lock_options(cls, plugin, f"task {cls.name}", body_of(cls))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

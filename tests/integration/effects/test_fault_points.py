@@ -84,6 +84,7 @@ def kill_children(office: Office, rounds: int) -> None:
 
 def kill_mains(office: Office, rounds: int) -> None:
     """One worker after the other dies; the next one finds what it has left."""
+    office.settings["selfheal_max_stalls"] = 50  # what runs beside the victim dies with it, and is no poison
     sent = {}
     for n in range(rounds):
         for point in range(len(MAIN_POINTS)):

@@ -14,6 +14,8 @@ from sqlalchemy import Engine, create_engine, text
 
 from celery_selfheal import SelfHealError, SelfHealTask, SettingsError, UnrecoverableError
 from celery_selfheal.database.migrate import upgrade
+from celery_selfheal.plugin.install import plugin_of
+from celery_selfheal.plugin.once import check_has_database
 
 
 @pytest.fixture
@@ -63,13 +65,15 @@ def test_wrong_option_is_an_error_where_the_task_is_defined(app: Celery, options
 
 
 @pytest.mark.parametrize("mode", ["transaction", "claim"])
-def test_mode_that_needs_a_database_says_so_where_the_task_is_defined(mode: str) -> None:
+def test_mode_that_needs_a_database_says_so_when_a_worker_starts(mode: str) -> None:
+    """Not before: Celery shares tasks among the applications of a process."""
     app = Celery("shop", set_as_current=False)
 
-    with pytest.raises(SettingsError, match=rf"dedup='{mode}' needs a database: set selfheal_database_url"):
+    @app.task(name="shop.pay", base=SelfHealTask, shared=False, lazy=False, dedup=mode)
+    def pay() -> None: ...
 
-        @app.task(shared=False, name="shop.pay", base=SelfHealTask, lazy=False, dedup=mode)
-        def pay() -> None: ...
+    with pytest.raises(SettingsError, match=rf"shop\.pay: dedup='{mode}' needs a database: set selfheal_database_url"):
+        check_has_database(app, plugin_of(app))
 
 
 @pytest.mark.parametrize("mode", ["transaction", "claim", "redis"])

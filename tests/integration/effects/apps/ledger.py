@@ -104,6 +104,20 @@ def book_in_time(self, amount):
     return amount
 
 
+@app.task(bind=True, base=SelfHealTask, dedup="transaction", lease_key="{account}")
+def book_to(self, account, amount):
+    """One at a time for each account."""
+    note("start", self.request.id)
+    self.session.execute(
+        text("INSERT INTO entries (name, amount) VALUES (:name, :amount)"),
+        {"name": self.request.id, "amount": amount},
+    )
+    note("written", self.request.id)
+    wait_for_gate(self.request.id)
+    note("end", self.request.id)
+    return amount
+
+
 @app.task(bind=True, base=SelfHealTask, dedup="transaction")
 def add(self, amount, more):
     """A later link of a chain."""
