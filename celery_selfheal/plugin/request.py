@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime, timezone
 from typing import Any
 
 from billiard.einfo import ExceptionInfo, ExceptionWithTraceback
@@ -20,6 +21,8 @@ from celery_selfheal.plugin.install import plugin_of
 from celery_selfheal.plugin.interrupt import Interruption
 from celery_selfheal.plugin.retry_in_main import retry_in_main
 from celery_selfheal.plugin.slots import Doom
+
+CLOCK_PATIENCE_SECONDS = 0.1  # both are read on this host, but an adjustment of its clock may lie between
 
 
 class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
@@ -203,7 +206,8 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
     def _stored_success(self) -> bool:
         # Celery 5.7 asks the backend; before, a child lost after its result was stored runs again.
         ask = getattr(self, "_success_was_stored", None)
-        return bool(ask and ask())
+        found = ask() if ask is not None else None
+        return bool(found) and not _is_older(found, self.time_start)
 
 
 class OutOfMemory(Exception):
@@ -215,6 +219,17 @@ def _told_as(exc: Exception) -> Any:
         raise exc
     except Exception:  # noqa: BLE001  # the one of the line before
         return ExceptionInfo()
+
+
+def _is_older(meta: Any, started: float | None) -> bool:
+    """Whether a stored result is from before this start: of an earlier message with the same id."""
+    done = meta.get("date_done") if isinstance(meta, dict) else None
+    try:
+        at = done if isinstance(done, datetime) else datetime.fromisoformat(str(done))
+    except ValueError:
+        return False
+    at = at if at.tzinfo else at.replace(tzinfo=timezone.utc)
+    return started is not None and at.timestamp() < started - CLOCK_PATIENCE_SECONDS
 
 
 def _unwrapped(exc: Any) -> BaseException:

@@ -85,12 +85,14 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
     requires = ("celery.worker.consumer.tasks:Tasks",)
 
     _fetch: ReliableFetch | None = None
+    _worker: Worker | None = None
 
     def start(self, c: Any) -> None:
         """Install reliable fetch on the new channel, if broker and settings allow."""
         plugin = plugin_of(c.app)
         if plugin.worker is None:
             return
+        self._worker = plugin.worker
         plugin.worker.timer = c.timer
         plugin.worker.consumer = c.task_consumer
         plugin.worker.pool = c.pool
@@ -132,9 +134,8 @@ class DeliveryStep(bootsteps.StartStopStep):  # type: ignore[misc]  # Celery is 
         if self._fetch is not None:
             self._fetch.close()
             self._fetch = None
-        worker = plugin_of(c.app).worker
-        if worker is not None:
-            worker.loop.disconnected()
+        if self._worker is not None:
+            self._worker.loop.disconnected()
 
     def shutdown(self, c: Any) -> None:
         """The pool has drained: hand over what is left and say good-bye."""

@@ -13,7 +13,7 @@ from kombu import Exchange, Queue
 
 from celery_selfheal.keys import Keys
 from celery_selfheal.plugin.brokers.layout import layout_of
-from celery_selfheal.plugin.stores import UnownedDeliveries
+from celery_selfheal.plugin.brokers.unowned import UnownedDeliveries
 from celery_selfheal.sessions.redis import RedisDeliveryStore
 from celery_selfheal.testing import RedisServer
 from contract.benches import ADDRESS, KEYS, UNACKED, Broker, a_tag

@@ -74,7 +74,8 @@ class Yard:
             "task_default_exchange_type": "topic" if kind == "quorum" else "direct",
             "selfheal_reaper_interval": 0.5,
             "broker_connection_retry_on_startup": True,
-            "worker_hijack_root_logger": True,
+            # Two tests may use the same id.
+            "result_backend_transport_options": {"global_keyprefix": f"{name}-"},
         }
         if kind == "redis":
             names = {name: f"{self.name}-{name.removesuffix('_key')}" for name in ("unacked_key", "unacked_index_key")}

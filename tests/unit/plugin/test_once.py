@@ -58,7 +58,7 @@ def write(task: Any, name: str) -> None:
 def test_wrong_option_is_an_error_where_the_task_is_defined(app: Celery, options: dict[str, Any], what: str) -> None:
     with pytest.raises(SettingsError, match=what):
 
-        @app.task(name="shop.pay", base=SelfHealTask, lazy=False, **options)
+        @app.task(shared=False, name="shop.pay", base=SelfHealTask, lazy=False, **options)
         def pay(order: int) -> None: ...
 
 
@@ -68,7 +68,7 @@ def test_mode_that_needs_a_database_says_so_where_the_task_is_defined(mode: str)
 
     with pytest.raises(SettingsError, match=rf"dedup='{mode}' needs a database: set selfheal_database_url"):
 
-        @app.task(name="shop.pay", base=SelfHealTask, lazy=False, dedup=mode)
+        @app.task(shared=False, name="shop.pay", base=SelfHealTask, lazy=False, dedup=mode)
         def pay() -> None: ...
 
 
@@ -77,7 +77,7 @@ def test_duplicate_gets_the_stored_result_and_the_body_runs_once(app: Celery, mo
     runs = []
     at = datetime(2026, 12, 1, tzinfo=timezone.utc)
 
-    @app.task(base=SelfHealTask, dedup=mode, idempotency_key="pay:{order}")
+    @app.task(shared=False, base=SelfHealTask, dedup=mode, idempotency_key="pay:{order}")
     def pay(order: int, cents: int = 5) -> dict[str, object]:
         runs.append(order)
         return {"cents": cents, "at": at}
@@ -90,7 +90,7 @@ def test_duplicate_gets_the_stored_result_and_the_body_runs_once(app: Celery, mo
 
 @pytest.mark.parametrize("mode", ["transaction", "claim", "redis"])
 def test_key_with_other_arguments_is_refused(app: Celery, mode: str) -> None:
-    @app.task(base=SelfHealTask, dedup=mode, idempotency_key="pay:{order}")
+    @app.task(shared=False, base=SelfHealTask, dedup=mode, idempotency_key="pay:{order}")
     def pay(order: int, cents: int) -> int:
         return cents
 
@@ -100,7 +100,7 @@ def test_key_with_other_arguments_is_refused(app: Celery, mode: str) -> None:
 
 
 def test_body_and_row_are_rolled_back_together(app: Celery, entries: Callable[[], list[str]]) -> None:
-    @app.task(bind=True, base=SelfHealTask, dedup="transaction", max_retries=2, retry_backoff=0.01)
+    @app.task(shared=False, bind=True, base=SelfHealTask, dedup="transaction", max_retries=2, retry_backoff=0.01)
     def pay(self: Any) -> int:
         write(self, f"attempt {self.request.retries}")
         if self.request.retries < 2:
@@ -112,12 +112,12 @@ def test_body_and_row_are_rolled_back_together(app: Celery, entries: Callable[[]
 
 
 def test_ignored_body_is_rolled_back_unless_it_says_otherwise(app: Celery, entries: Callable[[], list[str]]) -> None:
-    @app.task(bind=True, base=SelfHealTask, dedup="transaction")
+    @app.task(shared=False, bind=True, base=SelfHealTask, dedup="transaction")
     def pay(self: Any) -> None:
         write(self, self.name)
         raise Ignore
 
-    @app.task(bind=True, base=SelfHealTask, dedup="transaction", commit_on_ignore=True, name="kept")
+    @app.task(shared=False, bind=True, base=SelfHealTask, dedup="transaction", commit_on_ignore=True, name="kept")
     def keep(self: Any) -> None:
         write(self, self.name)
         raise Ignore
@@ -129,7 +129,7 @@ def test_ignored_body_is_rolled_back_unless_it_says_otherwise(app: Celery, entri
 
 
 def test_savepoint_is_the_bodys_own(app: Celery, entries: Callable[[], list[str]]) -> None:
-    @app.task(bind=True, base=SelfHealTask, dedup="transaction")
+    @app.task(shared=False, bind=True, base=SelfHealTask, dedup="transaction")
     def pay(self: Any) -> None:
         write(self, "kept")
         nested = self.session.begin_nested()
@@ -154,7 +154,7 @@ def test_savepoint_is_the_bodys_own(app: Celery, entries: Callable[[], list[str]
 def test_body_that_ends_the_transaction_is_told_so(
     app: Celery, entries: Callable[[], list[str]], meddle: str, what: str
 ) -> None:
-    @app.task(name="shop.pay", bind=True, base=SelfHealTask, dedup="transaction")
+    @app.task(shared=False, name="shop.pay", bind=True, base=SelfHealTask, dedup="transaction")
     def pay(self: Any) -> None:
         write(self, "half")
         getattr(self.session, meddle)()
@@ -167,12 +167,12 @@ def test_body_that_ends_the_transaction_is_told_so(
 def test_result_that_cannot_be_stored_is_an_error_before_the_commit(
     app: Celery, entries: Callable[[], list[str]]
 ) -> None:
-    @app.task(name="shop.pay", bind=True, base=SelfHealTask, dedup="transaction")
+    @app.task(shared=False, name="shop.pay", bind=True, base=SelfHealTask, dedup="transaction")
     def pay(self: Any) -> object:
         write(self, "paid")
         return object()
 
-    @app.task(name="shop.quiet", bind=True, base=SelfHealTask, dedup="transaction", store_result=False)
+    @app.task(shared=False, name="shop.quiet", bind=True, base=SelfHealTask, dedup="transaction", store_result=False)
     def quiet(self: Any) -> object:
         write(self, "quiet")
         return object()
@@ -189,7 +189,7 @@ def test_calls_on_commit_are_made_after_it_and_not_after_a_failure(
 ) -> None:
     seen: list[list[str]] = []
 
-    @app.task(bind=True, base=SelfHealTask, dedup="transaction", max_retries=0)
+    @app.task(shared=False, bind=True, base=SelfHealTask, dedup="transaction", max_retries=0)
     def pay(self: Any, fails: bool) -> None:
         write(self, "paid")
         self.on_commit(lambda: seen.append(entries()))
@@ -203,11 +203,11 @@ def test_calls_on_commit_are_made_after_it_and_not_after_a_failure(
 
 
 def test_direct_call_runs_the_plain_body(app: Celery) -> None:
-    @app.task(name="shop.pay", bind=True, base=SelfHealTask, dedup="transaction")
+    @app.task(shared=False, name="shop.pay", bind=True, base=SelfHealTask, dedup="transaction")
     def pay(self: Any, order: int) -> int:
         return order
 
-    @app.task(name="shop.asks", bind=True, base=SelfHealTask, dedup="transaction")
+    @app.task(shared=False, name="shop.asks", bind=True, base=SelfHealTask, dedup="transaction")
     def asks(self: Any) -> None:
         _ = self.session
 
@@ -221,7 +221,7 @@ def test_missing_table_says_what_to_do(tmp_path: Path) -> None:
     app = Celery("shop", set_as_current=False)
     app.conf.update(selfheal_database_url=f"sqlite:///{tmp_path / 'empty.db'}", selfheal_key_prefix="test")
 
-    @app.task(base=SelfHealTask, dedup="transaction", max_retries=0)
+    @app.task(shared=False, base=SelfHealTask, dedup="transaction", max_retries=0)
     def pay() -> None: ...
 
     with pytest.raises(SettingsError, match="run: celery -A proj selfheal db upgrade"):

@@ -92,6 +92,18 @@ def book(self, amount):
     return amount
 
 
+@app.task(bind=True, base=SelfHealTask, dedup="transaction", max_runtime=2, retry_backoff=0.1)
+def book_in_time(self, amount):
+    """Ends soon, or not at all."""
+    self.session.execute(
+        text("INSERT INTO entries (name, amount) VALUES (:name, :amount)"),
+        {"name": self.request.id, "amount": amount},
+    )
+    note("written", self.request.id)
+    wait_for_gate(self.request.id)
+    return amount
+
+
 @app.task(bind=True, base=SelfHealTask, dedup="transaction")
 def add(self, amount, more):
     """A later link of a chain."""
