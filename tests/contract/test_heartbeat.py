@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -238,6 +239,26 @@ def test_what_runs_is_held_again_by_an_emptied_store_of_its_own(
     rig.heartbeat.beat()
 
     assert rig.is_busy("t1")
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["one server", "two servers"])
+def test_emptied_store_gets_lock_keys_again_unless_another_task_has_one(
+    client: redis.Redis, lease_client: redis.Redis, keys: Keys, apart: bool
+) -> None:
+    """Main knows no lock key by the message, and works it out only now."""
+    rig = Rig(client, keys, lease_client=lease_client if apart else None)
+    rig.begin("t1", "t2")
+    rig.heartbeat._completed = lambda start: replace(start, lock_key=f"key of {start.task_id}")
+    rig.heartbeat.beat()
+    (lease_client if apart else client).flushdb()
+    assert isinstance(rig.leases.acquire(a_start("t9", lock_key="key of t2")), Acquired)
+
+    beat = rig.heartbeat.beat()
+
+    assert [start.task_id for start in beat.lost] == ["t2"]
+    outcome = rig.leases.acquire(a_start("t8", lock_key="key of t1"))
+    assert isinstance(outcome, Busy)
+    assert outcome.key == "key of t1"
 
 
 def test_worker_that_was_buried_while_it_was_paused_starts_nothing_of_its_old_messages(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -69,17 +70,17 @@ def test_tasks_with_one_key_run_one_at_a_time_over_two_workers(bank: Yard) -> No
     assert bank.counted("stalls") == 0
 
 
-def test_waiters_do_not_storm_and_lose_no_retry(bank: Yard) -> None:
+def test_waiters_do_not_storm_and_lose_no_retry(bank: Yard, rounds: Callable[[int], int]) -> None:
     worker = bank.start("first", concurrency=4)
     gate = hold(bank)
-    ids = [f"waiter-{n}" for n in range(30)]
+    ids = [f"waiter-{n}" for n in range(rounds(30))]
     results = [bank.send("take", 1, task_id=task_id) for task_id in ids]
     wait_parked(bank, worker, *ids)
     assert {result.state for result in results} == {states.PENDING}
 
     gate.touch()
 
-    assert [result.get(timeout=PATIENCE_SECONDS) for result in results] == [1] * 30
+    assert [result.get(timeout=PATIENCE_SECONDS) for result in results] == [1] * len(ids)
     assert_one_at_a_time(bank)
     assert {entry.retries for entry in bank.entries("start")} == {0}
     gaps = [b - a for times in parkings(worker).values() for a, b in itertools.pairwise(times)]
