@@ -14,6 +14,7 @@ import redis
 
 from celery_selfheal.keys import Keys
 from celery_selfheal.leases.port import Acquired, OverBudget, Renewal, Start
+from celery_selfheal.leases.progress import Progress, RedisProgress
 from celery_selfheal.leases.redis import RedisLeaseStore
 from celery_selfheal.redis_url import make_client
 from celery_selfheal.sessions.port import Delivery, Peer, Session, Standing
@@ -189,6 +190,17 @@ def _expire(session: str | None) -> Callable[[Stage], Step]:
     return prepare
 
 
+def _progress(*, ended: bool) -> Callable[[Stage], Step]:
+    def prepare(stage: Stage) -> Step:
+        start = stage.started()
+        if ended:
+            stage.ended(start)
+        kept = RedisProgress(stage.client, stage.keys, address=ADDRESS)
+        return lambda: kept.save([Progress(task_id=start.task_id, token=start.token, text=b'"half"')])
+
+    return prepare
+
+
 def _beat(session: Session = W1, *, join: bool = False, pause: timedelta = timedelta(0)) -> Callable[[Stage], Step]:
     def prepare(stage: Stage) -> Step:
         held, unborn, run_out, lost = stage.started("t1"), _received(stage), stage.stalled("t3"), stage.stalled("t4")
@@ -335,6 +347,8 @@ CASES = {
     "abandon: ended": Case("abandon", _abandon_ended),
     "expire: lease": Case("expire", _expire(None)),
     "expire: session": Case("expire", _expire("w1")),
+    "progress": Case("progress", _progress(ended=False)),
+    "progress: ended": Case("progress", _progress(ended=True)),
     "beat: kept": Case("beat", _beat()),
     "beat: begun": Case("beat", _beat(W3, join=True)),
     "beat: again, after an outage": Case("beat", _beat(pause=TTL * 2)),
@@ -383,6 +397,7 @@ READS_ONLY = {
     "bury: owner",
     "census: on request",
     "fetch: without a session",
+    "progress: ended",
 }
 RENEWS_ONLY = {"census: worker", "beat: kept", "beat: leases alone"}
 
