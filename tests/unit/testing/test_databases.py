@@ -26,12 +26,12 @@ KINDS = {"postgres": (PostgresServer, find_postgres_binary), "mariadb": (MariaSe
 
 @pytest.fixture(params=KINDS)
 def make(request: pytest.FixtureRequest) -> Callable[[], DatabaseServer]:
-    """Without the server the test is left out on this machine, and fails in CI."""
+    """Without the server the test is left out on this machine, and fails in CI, unless no wheel brings it."""
     kind, find = KINDS[request.param]
     try:
         find()
     except SettingsError as exc:
-        if os.environ.get("CI", "").lower() == "true":
+        if os.environ.get("CI", "").lower() == "true" and request.param != "mariadb":
             pytest.fail(str(exc))
         pytest.skip(str(exc))
     return kind  # type: ignore[return-value]
