@@ -38,6 +38,8 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
     is_settled = False
 
     _is_dead_lettered = False
+    #: What is left to do for whoever gets a copy of the message, should this worker die before it is done.
+    _failure = ""
 
     def __init__(self, message: Any, **kwargs: Any) -> None:
         super().__init__(message, **kwargs)
@@ -99,8 +101,7 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
             return None
         self._dead_letter(exc, "")
         result = super().on_timeout(soft, timeout)
-        failure = failure_of(exc, self.task, attempt=self._attempt, first_published_at=self._first_published_at)
-        self._ended(state="failure", failure=failure)
+        self._ended(state="failure")
         return result
 
     def _announce_revoked(self, reason: Any, terminated: Any, signum: Any, expired: Any) -> None:
@@ -149,8 +150,7 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         self.is_settled = True
         self._dead_letter(exc, "")
         super().on_failure(_told_as(exc))
-        failure = failure_of(exc, self.task, attempt=self._attempt, first_published_at=self._first_published_at)
-        self._ended(state="failure", failure=failure)
+        self._ended(state="failure")
         return True
 
     def _is_retried(self, exc: Exception) -> bool:
@@ -172,6 +172,7 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
             return
         if isinstance(exc, AlreadyFailed):
             self._is_dead_lettered = True
+            self._failure = exc.args[0]
             worker.dead_letter(self, death_of_failed_before(self, exc, worker=worker.node))
             return
         reason = reason_of(
@@ -182,6 +183,9 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         )
         if reason is not None:
             self._is_dead_lettered = True
+            self._failure = failure_of(
+                exc, self.task, attempt=self._attempt, first_published_at=self._first_published_at
+            )
             worker.dead_letter(self, death_of_request(self, exc, trace, reason, worker=worker.node))
 
     @property
@@ -193,9 +197,9 @@ class SelfHealRequest(Request):  # type: ignore[misc]  # Celery is untyped
         found: str | None = self.context_of_start["first_published_at"]
         return found
 
-    def _ended(self, *, state: str, failure: str = "") -> None:
+    def _ended(self, *, state: str) -> None:
         if self._worker is not None and self.start is not None:
-            self._worker.ended_from_outside(self.start, state=state, failure=failure)
+            self._worker.ended_from_outside(self.start, state=state, failure=self._failure)
 
     def _is_loss(self, exc: BaseException) -> bool:
         if self._already_cancelled or self._already_revoked:
